@@ -130,7 +130,7 @@ def align(parameter: Tensor, spec: NormSpec, ndim: int) -> Tensor:
 
 
 def reduced_dims(spec: NormSpec, ndim: int) -> tuple[int, ...]:
-    """The dims that one statistic runs over, in an input of ``ndim`` dims (of ``ndim + 1`` once groups are split off)."""
+    """The dims that one statistic runs over, in an input of ``ndim`` dims (plus one once groups are split off)."""
     if isinstance(spec.channel_dim, tuple):
         return spec.channel_dim
     channel = spec.channel_dim % ndim

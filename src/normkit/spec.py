@@ -253,7 +253,7 @@ def check_eps(eps: float) -> None:
 
 
 def partial_count(partial: float, features: int) -> int:
-    """How many leading features a share of them selects: at least one (pRMSNorm: ceil is not used, as in the paper's code)."""
+    """How many leading features a share of them selects, rounded down as in the paper's code, and at least one."""
     return max(1, int(features * partial + 1e-9))
 
 

@@ -1,0 +1,11 @@
+"""normkit: the normalization toolkit for PyTorch."""
+
+from normkit import functional as functional
+from normkit import nn as nn
+from normkit.placement import PLACEMENTS as PLACEMENTS
+from normkit.placement import Placement as Placement
+from normkit.placement import placement as placement
+from normkit.spec import NormSpec as NormSpec
+
+__version__ = "0.1.0"
+__all__ = ["PLACEMENTS", "NormSpec", "Placement", "functional", "nn", "placement"]

@@ -1,0 +1,260 @@
+"""Normalizations as functions: torch's positional arguments, more by keyword, any dtype pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from normkit.reference import compute_dtype, normalize
+from normkit.spec import Gate, NormSpec, OutputDtype, Rounding, WeightShape, check_eps
+
+__all__ = ["layer_norm", "norm", "rms_norm"]
+
+
+@overload
+def norm(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def norm(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def norm(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Apply any NormSpec, optionally to a residual sum.
+
+    Args:
+        x: the input.
+        spec: what to compute; see `normkit.NormSpec` for formula and shapes.
+        weight: the stored gain.
+        bias: the bias.
+        residual: added to ``x`` first. The sum is rounded to the residual's dtype before the statistic.
+        gate: the second input of a gated norm, x's shape.
+        mask: valid positions (batch, instance and group statistics).
+        out: a tensor that receives the result; no gradient flows through it.
+
+    Returns:
+        ``y``, or ``(y, stream)`` with the residual sum. ``y`` has the dtype that the spec declares for an input of
+        x's dtype, also where the stream is wider.
+
+    Raises:
+        TypeError, ValueError: as `normkit.reference.normalize`, and where ``residual`` or ``out`` does not fit.
+    """
+    stream = None
+    if residual is None:
+        y = normalize(x, spec, weight, bias, gate=gate, mask=mask)
+    else:
+        stream = _add(x, residual)
+        y = normalize(stream, spec, weight, bias, gate=gate, mask=mask)
+        if spec.output_dtype == "input":
+            y = y.to(x.dtype)
+    y = y if out is None else _write(y, out)
+    return y if stream is None else (y, stream)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+    rounding: Rounding = "after_gain",
+    output_dtype: OutputDtype = "input",
+    channel_dim: int = -1,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_kind: Gate = ("silu", "after"),
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Layer normalization (Ba et al. 2016, arXiv:1607.06450).
+
+    ``y = (x - mean) / sqrt(var + eps) * (weight_offset + weight) + bias`` over the last ``len(normalized_shape)``
+    dims, or over dim ``channel_dim``.
+
+    Args:
+        input: ``(*, normalized_shape)``; ``(N, C, ...)`` with ``channel_dim=1``.
+        normalized_shape: the feature dims.
+        weight: gain, ``normalized_shape`` (or with leading head dims, or one number), or None.
+        bias: ``normalized_shape`` or None.
+        eps: added to the variance.
+        weight_offset: added to the stored gain.
+        rounding: where a half-precision result is rounded; see `normkit.NormSpec`.
+        output_dtype: ``"input"``, ``"promoted"`` or ``"weight"``; see `normkit.NormSpec`.
+        channel_dim: -1, or 1 for channels-first input.
+        residual: added first; then ``(y, stream)`` is returned.
+        gate: multiplies as ``gate_kind`` says.
+        gate_kind: (``"silu"`` or ``"sigmoid"``, ``"before"`` or ``"after"``).
+        out: receives the result.
+
+    Returns:
+        The result, or ``(y, stream)`` with ``residual``.
+
+    Raises:
+        ValueError: a shape, eps or device that does not fit; the message names argument, values and fix.
+        TypeError: integer input.
+
+    Differs from `torch.nn.functional.layer_norm`: any pair of input and parameter dtypes; the variance does not lose
+    digits for a large mean; a negative eps is refused.
+    """
+    spec = NormSpec(
+        channel_dim=_channel_dim(input, normalized_shape, channel_dim),
+        eps=eps,
+        has_weight=weight is not None,
+        weight_offset=weight_offset if weight is not None else 0.0,
+        has_bias=bias is not None,
+        weight_shape=_weight_shape(weight, normalized_shape),
+        rounding=rounding,
+        output_dtype=output_dtype,
+        gate=None if gate is None else gate_kind,
+    )
+    return norm(input, spec, weight, bias, residual=residual, gate=gate, out=out)  # type: ignore[arg-type]
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    rounding: Rounding = "after_gain",
+    output_dtype: OutputDtype = "input",
+    channel_dim: int = -1,
+    partial: float = 1.0,
+    groups: int = 1,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_kind: Gate = ("silu", "after"),
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Root mean square normalization (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    ``y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight) + bias``
+
+    Args:
+        input: ``(*, normalized_shape)``; ``(N, C, ...)`` with ``channel_dim=1``.
+        normalized_shape: the feature dims.
+        weight: gain, ``normalized_shape`` (or with leading head dims, or one number), or None.
+        eps: added to the mean square; None is the machine epsilon of the compute dtype (float32 for half precision).
+        bias: ``normalized_shape`` or None.
+        weight_offset: 1.0 where the stored weight is centred on zero (Gemma).
+        rounding: where a half-precision result is rounded; see `normkit.NormSpec`.
+        output_dtype: ``"input"``, ``"promoted"`` or ``"weight"``; see `normkit.NormSpec`.
+        channel_dim: -1, or 1 for channels-first input.
+        partial: the leading share of the features that enters the statistic (pRMSNorm).
+        groups: the number of equal parts of the features with a statistic each (Mamba 2).
+        residual: added first; then ``(y, stream)`` is returned.
+        gate: multiplies as ``gate_kind`` says.
+        gate_kind: (``"silu"`` or ``"sigmoid"``, ``"before"`` or ``"after"``).
+        out: receives the result.
+
+    Returns:
+        The result, or ``(y, stream)`` with ``residual``.
+
+    Raises:
+        ValueError: a shape, eps or device that does not fit; the message names argument, values and fix.
+        TypeError: integer input.
+
+    Differs from `torch.nn.functional.rms_norm`: the output has the input's dtype for any weight dtype (torch promotes
+    unless asked otherwise); everything after ``eps`` is new; a negative eps is refused.
+    """
+    if eps is None:
+        eps = torch.finfo(compute_dtype(input.dtype, NormSpec())).eps if input.is_floating_point() else 0.0
+    check_eps(eps)
+    spec = NormSpec(
+        channel_dim=_channel_dim(input, normalized_shape, channel_dim),
+        groups=groups,
+        partial=partial,
+        centered=False,
+        eps=eps,
+        has_weight=weight is not None,
+        weight_offset=weight_offset if weight is not None else 0.0,
+        has_bias=bias is not None,
+        weight_shape=_weight_shape(weight, normalized_shape),
+        rounding=rounding,
+        output_dtype=output_dtype,
+        gate=None if gate is None else gate_kind,
+    )
+    return norm(input, spec, weight, bias, residual=residual, gate=gate, out=out)  # type: ignore[arg-type]
+
+
+def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """``normalized_shape`` as torch reads it: an int is one dim."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape:
+        raise ValueError("normalized_shape must name at least one dim; got ()")
+    return shape
+
+
+def _channel_dim(x: Tensor, normalized_shape: int | Sequence[int], channel_dim: int) -> int | tuple[int, ...]:
+    """Where the features are, once x is seen to have the shape that was promised."""
+    shape = as_shape(normalized_shape)
+    if channel_dim == -1:
+        if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != shape:
+            raise ValueError(
+                f"normalized_shape {shape} must equal the last {len(shape)} dims of input; got shape {tuple(x.shape)}"
+            )
+        return -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
+    if len(shape) != 1:
+        raise ValueError(f"channel_dim={channel_dim} needs one feature dim; got normalized_shape {shape}")
+    if x.dim() < 2 or x.shape[1] != shape[0]:
+        raise ValueError(f"normalized_shape {shape} must equal dim 1 of input; got shape {tuple(x.shape)}")
+    return channel_dim
+
+
+def _weight_shape(weight: Tensor | None, normalized_shape: int | Sequence[int]) -> WeightShape:
+    if weight is None:
+        return "features"
+    shape = as_shape(normalized_shape)
+    if weight.dim() == 0 or (tuple(weight.shape) == (1,) and shape != (1,)):
+        return "scalar"
+    return "per_head" if weight.dim() > len(shape) else "features"
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    if residual.shape != x.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}; it must equal input's, {tuple(x.shape)}")
+    if not residual.is_floating_point():
+        raise TypeError(f"residual must be floating point; got {residual.dtype}")
+    return (x + residual).to(residual.dtype)
+
+
+def _write(y: Tensor, out: Tensor) -> Tensor:
+    if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; "
+            f"the result needs {tuple(y.shape)} {y.dtype} on {y.device}"
+        )
+    if torch.is_grad_enabled() and (y.requires_grad or out.requires_grad):
+        raise ValueError("out= takes no gradient; call under torch.no_grad() or leave out= away")
+    return out.copy_(y)

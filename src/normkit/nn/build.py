@@ -1,0 +1,130 @@
+"""Norm: any NormSpec as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from normkit import functional as F
+from normkit.functional import as_shape
+from normkit.reference import normalize, statistics
+from normkit.spec import NormSpec
+
+
+class Norm(nn.Module):
+    """Any NormSpec as a module; `build` is its constructor by another name.
+
+    Args:
+        spec: what to compute.
+        features: the number of features or channels, or the trailing feature dims.
+        heads: for ``weight_shape="per_head"``, the dim(s) of the gain before the features.
+        device: where parameters and buffers live.
+        dtype: the parameters' dtype.
+
+    Shape:
+        as the spec's ``channel_dim`` says, kept.
+
+    Raises:
+        ValueError: features that do not fit the spec.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        spec: NormSpec,
+        features: int | Sequence[int],
+        *,
+        heads: int | Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = as_shape(features)
+        wanted = len(spec.channel_dim) if isinstance(spec.channel_dim, tuple) else 1
+        if len(shape) != wanted:
+            raise ValueError(f"features {shape} must have {wanted} dims for channel_dim={spec.channel_dim}")
+        if spec.groups > 1 and shape[0] % spec.groups:
+            raise ValueError(f"groups={spec.groups} does not divide features {shape[0]}")
+        if (spec.weight_shape == "per_head") != (heads is not None):
+            raise ValueError(f"heads goes with weight_shape='per_head'; got heads={heads} and {spec.weight_shape!r}")
+        self.spec = spec
+        self.features = shape
+        weight_shape = {"features": shape, "scalar": (1,), "per_head": (*as_shape(heads or 1), *shape)}[
+            spec.weight_shape
+        ]
+
+        def parameter(value: float, size: Sequence[int]) -> nn.Parameter:
+            return nn.Parameter(torch.full(tuple(size), value, device=device, dtype=dtype))
+
+        weight = parameter(1.0 - spec.weight_offset, weight_shape) if spec.has_weight else None
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", parameter(0.0, shape) if spec.has_bias else None)
+        tracked = spec.frozen or spec.running is not None
+        self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype) if tracked else None)
+        self.register_buffer("running_var", torch.ones(shape, device=device, dtype=dtype) if tracked else None)
+        counted = spec.running is not None
+        self.register_buffer("num_batches_tracked", torch.tensor(0, device=device) if counted else None)
+
+    def forward(
+        self, x: Tensor, gate: Tensor | None = None, *, residual: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize; with ``residual``, normalize the sum and return ``(y, stream)``."""
+        if self.running_mean is None:
+            return F.norm(x, self.spec, self.weight, self.bias, residual=residual, gate=gate, mask=mask)  # type: ignore[arg-type]
+        if residual is not None:
+            raise ValueError("residual= is not defined for a norm with running statistics; add before calling")
+        if self.training and not self.spec.frozen:
+            self._track(x, gate, mask)
+            return normalize(x, self.spec, self.weight, self.bias, gate=gate, mask=mask)
+        return normalize(
+            x,
+            self.spec,
+            self.weight,
+            self.bias,
+            gate=gate,
+            mask=mask,
+            running_mean=self.running_mean,
+            running_var=self.running_var,
+        )
+
+    @torch.no_grad()
+    def _track(self, x: Tensor, gate: Tensor | None, mask: Tensor | None) -> None:
+        """Move the running statistics: the mean, and the unbiased variance, as torch accumulates it."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        if x.numel() == 0:
+            return
+        if gate is not None and self.spec.gate is not None and self.spec.gate[1] == "before":
+            activation = torch.nn.functional.silu if self.spec.gate[0] == "silu" else torch.sigmoid
+            x = x * activation(gate)
+        mean, square, count = statistics(x, self.spec.replace(statistic="mean_square"), mask)
+        var = square * (count / (count - 1)) if not isinstance(count, int) or count > 1 else square
+        self.num_batches_tracked += 1
+        cumulative = self.spec.running == "cumulative"
+        step = 1.0 / float(self.num_batches_tracked) if cumulative else float(self.spec.running or 0.0)
+        channel = self.spec.channel_dim % x.dim() if isinstance(self.spec.channel_dim, int) else -1
+        for buffer, value in ((self.running_mean, mean), (self.running_var, var)):
+            value = value.expand([1 if d != channel else -1 for d in range(x.dim())]) if value.dim() == 0 else value
+            per_channel = value.movedim(channel, 0).flatten(1).mean(1).expand(buffer.shape)
+            buffer.lerp_(per_channel.to(buffer.dtype), step)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, {self.spec}"
+
+
+def build(
+    spec: NormSpec,
+    features: int | Sequence[int],
+    *,
+    heads: int | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Norm:
+    """A module that computes ``spec``; see `Norm` for the arguments."""
+    return Norm(spec, features, heads=heads, device=device, dtype=dtype)
