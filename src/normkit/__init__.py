@@ -2,10 +2,10 @@
 
 from normkit import functional as functional
 from normkit import nn as nn
-from normkit.placement import PLACEMENTS as PLACEMENTS
+from normkit.audit import audit as audit
+from normkit.audit import identify as identify
 from normkit.placement import Placement as Placement
-from normkit.placement import placement as placement
 from normkit.spec import NormSpec as NormSpec
 
 __version__ = "0.1.0"
-__all__ = ["PLACEMENTS", "NormSpec", "Placement", "functional", "nn", "placement"]
+__all__ = ["NormSpec", "Placement", "audit", "functional", "identify", "nn"]

@@ -200,15 +200,14 @@ def _center(x: Tensor, spec: NormSpec, valid: Tensor | None) -> tuple[Tensor, Te
             correction = _mean(rest, dims, valid, count)
             d, rest, mean = d - correction, rest - correction, mean + correction
     else:
-        d, rest = x, inside
-        mean = torch.zeros((), dtype=x.dtype, device=x.device)
+        d, rest, mean = x, inside, x
     if spec.statistic == "mean_square":
         s = _mean(rest.pow(2), dims, valid, count)
     else:
         s = _sum(rest.pow(2), dims, valid)
         if spec.statistic == "unbiased":
             s = s / (count - 1)
-    return d, mean, s, count
+    return d, mean if spec.centered else torch.zeros_like(s), s, count
 
 
 def _count(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor | int:
@@ -356,7 +355,7 @@ def _check(
             if tuple(buffer.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(buffer.shape)}; x of shape {tuple(x.shape)} needs {shape}")
     if spec.statistic == "unbiased" and running_mean is None and mask is None and x.numel() > 0:
-        n = x.numel() // max(1, _statistic_count(x, spec))
+        n = partial_count(spec.partial, x.numel() // max(1, _statistic_count(x, spec)))
         if n < 2:
             raise ValueError(f"statistic='unbiased' needs at least 2 elements; x of shape {tuple(x.shape)} gives {n}")
 

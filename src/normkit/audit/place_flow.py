@@ -1,0 +1,445 @@
+"""The dataflow of a trace, reduced to what decides where a norm sits.
+
+Every operator gets a role. *Carry* operators move or scale one activation without mixing its elements (views, casts,
+slices, masks, a learned scale): following them back from a value leads to its *root*. *Mix* operators are the learned
+or attention-like maps that a residual branch is made of. A norm, however many operators it is made of, is one vertex.
+Only activations are followed: what depends on data through an embedding, a mix or a float input. Masks, positions and
+parameters are not activations, so adding a position table or scaling by a gain is a carry.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from normkit.audit.graph import Node, Ref, Trace, flat_tensors
+
+__all__ = ["BATCH_STATISTICS", "Flow", "NormCall", "NormSite", "Role", "flat_tensors"]
+
+
+class Role(Enum):
+    """What an operator does to the activations that pass through it."""
+
+    CARRY = "carry"
+    MIX = "mix"
+    ADD = "add"
+    MUL = "mul"
+    MERGE = "merge"
+    UNARY = "unary"
+    POOL = "pool"
+    NORM = "norm"
+    EMBED = "embed"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class NormCall:
+    """One occurrence of a norm: its input values (the normalized one first), its output value, its nodes."""
+
+    inputs: tuple[int, ...]
+    output: int
+    nodes: frozenset[int] | range = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NormSite:
+    """One norm with all its occurrences (a module that is called several times is one norm)."""
+
+    id: str
+    calls: tuple[NormCall, ...]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MIX = _names(
+    "mm addmm bmm baddbmm addbmm matmul linear mv addmv dot vdot _addmm_activation _trilinear _cdist_forward"
+    " convolution _convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward conv_tbc"
+    " _grouped_mm _scaled_mm _scaled_grouped_mm _int_mm lstm gru rnn_tanh rnn_relu mkldnn_rnn_layer _cudnn_rnn"
+    " _thnn_fused_lstm_cell _thnn_fused_gru_cell _fft_r2c _fft_c2c _fft_c2r _native_multi_head_attention"
+    " _transformer_encoder_layer_fwd _embedding_bag _weight_int4pack_mm _weight_int8pack_mm grid_sampler_2d"
+)
+_MIX_STARTS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+CONVOLUTIONS = _names(
+    "convolution _convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward conv_tbc"
+)
+BATCH_STATISTICS = _names(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update"
+    " _batch_norm_no_update cudnn_batch_norm miopen_batch_norm batch_norm_elemt _batch_norm_impl_index"
+)
+_CARRY = _names(
+    "view _unsafe_view reshape _reshape_alias permute transpose t expand clone contiguous alias detach _to_copy slice"
+    " select squeeze unsqueeze split split_with_sizes unsafe_split chunk unbind roll flip constant_pad_nd pad"
+    " reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d as_strided unfold im2col"
+    " col2im index _unsafe_index gather index_select masked_fill masked_select tril triu native_dropout dropout"
+    " lift_fresh repeat narrow diagonal view_as_complex view_as_real pixel_shuffle pixel_unshuffle channel_shuffle"
+    " native_channel_shuffle upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"
+    " _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_linear1d upsample_trilinear3d _conj real clamp"
+    " clamp_min clamp_max nan_to_num neg movedim fill copy take take_along_dim masked_fill_ complex"
+)
+_UNARY = _names(
+    "relu gelu silu tanh sigmoid hardswish hardsigmoid hardtanh leaky_relu elu selu celu mish softplus relu6"
+    " threshold prelu _prelu_kernel rrelu log_sigmoid_forward softsign square abs exp log1p"
+)
+_POOL = _names(
+    "mean sum amax amin max_pool2d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d"
+    " _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_max_pool2d max_pool3d_with_indices"
+    " logsumexp nanmean max"
+)
+_MIXING_POOL = _names("avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool2d max_pool1d")
+_MERGE = _names(
+    "cat stack where index_put _index_put_impl scatter masked_scatter index_copy slice_scatter select_scatter"
+    " diagonal_scatter as_strided_scatter overlay"
+)
+_ADD = _names("add sub lerp addcmul index_add scatter_add")
+_MUL = _names("mul div")
+
+
+_LATENT_STREAMS = 8  # streams that start from learned queries: each costs one more pass
+
+
+def op_name(node: Node) -> str:
+    """The operator's plain name: no namespace, no overload, no in-place underscore."""
+    if node.op is None:
+        return "overlay"
+    name = node.op._schema.name.split("::")[1]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def _role(node: Node, name: str) -> Role:
+    if name in _MIX or name.startswith(_MIX_STARTS):
+        return Role.MIX
+    for names, role in (
+        (_CARRY, Role.CARRY),
+        (_MERGE, Role.MERGE),
+        (_ADD, Role.ADD),
+        (_MUL, Role.MUL),
+        (_UNARY, Role.UNARY),
+        (_POOL, Role.POOL),
+    ):
+        if name in names:
+            return role
+    if name == "embedding":
+        return Role.EMBED
+    if node.op is not None and not node.op._schema.name.startswith(("aten::", "prims::")) and len(node.inputs) > 1:
+        return Role.MIX  # a custom kernel of several tensors: attention, a scan, a fused map
+    return Role.OTHER
+
+
+@dataclass(slots=True)
+class Add:
+    """A residual add: ``identity`` comes from the stream, ``branch`` is what was computed from it."""
+
+    node: int
+    identity: int  # value
+    branch: int  # value
+    source: int  # the stream vertex that the branch was computed from
+    projected: bool = False  # the identity passes through one learned map (a projection shortcut)
+    link: int | None = None  # the stream vertex before this one
+    interior: frozenset[int] = field(default_factory=frozenset)
+    shortcut: frozenset[int] = field(default_factory=frozenset)
+
+
+class Flow:
+    """Roles, roots and residual adds of a trace.
+
+    A *vertex* is a node index; a leaf (a graph input) is the negative number ``-(value + 1)``.
+    """
+
+    def __init__(self, trace: Trace, sites: list[NormSite]) -> None:
+        self.trace = trace
+        count = len(trace.nodes)
+        self.names = [op_name(node) for node in trace.nodes]
+        self.roles = [_role(node, name) for node, name in zip(trace.nodes, self.names, strict=True)]
+        self.inputs: list[tuple[int, ...]] = [node.inputs for node in trace.nodes]
+        self.norms: dict[int, tuple[int, NormCall]] = {}
+        self._covered: set[int] = set()
+        for number, site in enumerate(sites):
+            for call in site.calls:
+                self._add_norm(number, call)
+        self._latent: set[int] = set()  # learned or constant values that a stream starts from (object queries)
+        self._plain_roles = list(self.roles)
+        self._forward()
+        for _ in range(_LATENT_STREAMS):
+            if not self._found:
+                break
+            self._latent |= self._found
+            self._forward()
+        self.consumers: dict[int, list[int]] = {}
+        for index in range(count):
+            if index in self._covered and index not in self.norms:
+                continue
+            for value in dict.fromkeys(self.inputs[index]):
+                if self.active[value]:
+                    self.consumers.setdefault(value, []).append(index)
+
+    def _add_norm(self, number: int, call: NormCall) -> None:
+        vertex = self.trace.values[call.output].producer
+        if vertex < 0:
+            return
+        self._covered.update(call.nodes)
+        self.norms[vertex] = (number, call)
+        self.roles[vertex] = Role.NORM
+        self.inputs[vertex] = call.inputs
+
+    # ---- one forward pass: what is an activation, where it comes from, which adds are residual ----
+
+    def _forward(self) -> None:
+        values = len(self.trace.values)
+        self.roles = list(self._plain_roles)
+        self.dynamic = bytearray(values)
+        self.active = bytearray(values)
+        self.root = [-(value + 1) for value in range(values)]
+        self.data: list[int | None] = [None] * len(self.roles)
+        self.adds: dict[int, Add] = {}
+        for value in self.trace.inputs:
+            self.dynamic[value] = 1
+            self.active[value] = self.trace.values[value].dtype.is_floating_point
+        self._found: set[int] = set()
+        for value in self._latent:
+            self.dynamic[value] = self.active[value] = 1
+        for index in range(len(self.roles)):
+            self._visit(index)
+
+    def _visit(self, index: int) -> None:
+        node = self.trace.nodes[index]
+        role = self.roles[index]
+        inputs = self.inputs[index]
+        dynamic = any(self.dynamic[value] for value in inputs)
+        active = any(self.active[value] for value in inputs)
+        if role in (Role.MIX, Role.EMBED):
+            active = dynamic
+        elif not active and dynamic and self.names[index] in ("index", "gather", "index_select"):
+            table = self.trace.values[inputs[0]]
+            if not self.dynamic[inputs[0]] and table.dtype.is_floating_point and table.origin == "parameter":
+                active, self.roles[index] = True, Role.EMBED
+        for value in node.outputs:
+            self.root[value] = index
+            if value in self._latent:
+                continue
+            self.dynamic[value] = dynamic
+            self.active[value] = active and self._is_float(value)
+        if not active:
+            if role is Role.CARRY and inputs:
+                for value in node.outputs:
+                    self.root[value] = self.root[inputs[0]]
+            return
+        if index in self._covered and role is not Role.NORM:
+            return
+        carried = self._carried(index, role)
+        if carried is not None:
+            self.data[index] = carried
+            if self.roles[index] not in (Role.UNARY, Role.POOL, Role.NORM):
+                self.roles[index] = Role.CARRY
+                for value in node.outputs:
+                    self.root[value] = self.root[carried]
+
+    def _actives(self, index: int) -> list[int]:
+        return [value for value in dict.fromkeys(self.inputs[index]) if self.active[value]]
+
+    def _carried(self, index: int, role: Role) -> int | None:
+        """The one activation that an operator carries on, if there is one."""
+        actives = self._actives(index)
+        if not actives:
+            return None
+        if role is Role.NORM:
+            return actives[0]
+        if role in (Role.CARRY, Role.UNARY, Role.POOL):
+            return actives[-1] if self.names[index] == "copy" else actives[0]
+        if role is Role.MERGE:
+            return self._merged(actives)
+        if role in (Role.ADD, Role.MUL):
+            if len(actives) == 1:
+                doubled = role is Role.MUL and self.trace.nodes[index].inputs.count(actives[0]) > 1
+                if role is Role.ADD and not self._found:
+                    self._find_latent(index, actives[0])
+                return None if doubled else actives[0]
+            whole = self.trace.values[self.trace.nodes[index].outputs[0]].shape
+            size = _numel(whole)
+            full = [value for value in actives if _numel(self.trace.values[value].shape) == size]
+            if role is Role.ADD and len(full) == 1 and self._same_tokens(actives, whole):
+                self._residual(index, actives)  # one branch added to several copies of the stream
+                if index in self.adds:
+                    return None
+            if len(full) == 1 and self.names[index] in ("mul", "add", "sub"):
+                return full[0]  # the other is broadcast: a gate, a shift
+            if role is Role.ADD:
+                self._residual(index, actives)
+        return None
+
+    def _same_tokens(self, actives: list[int], whole: tuple[int, ...]) -> bool:
+        shapes = [self.trace.values[value].shape for value in actives]
+        return all(len(shape) > 1 and shape == whole[-len(shape) :] for shape in shapes)
+
+    def _merged(self, actives: list[int]) -> int | None:
+        """What a concatenation or overwrite carries: its one root, or the latest point of one stream."""
+        roots = {self.root[value]: value for value in actives}
+        if len(roots) == 1:
+            return actives[0]
+        latest = max(roots)
+        rest = set(roots) - {latest}
+        for vertex in self.chain(latest):
+            rest.discard(vertex)
+            if not rest:
+                return roots[latest]
+            if vertex < min(rest):
+                break
+        return None
+
+    def _is_float(self, value: int) -> bool:
+        dtype = self.trace.values[value].dtype
+        return dtype.is_floating_point or dtype.is_complex
+
+    def _find_latent(self, index: int, active: int) -> None:
+        """A stream may start from learned or zero queries: then a branch computed from them is added to them."""
+        if any(vertex in self.adds for vertex in self.chain(self.root[active])):
+            return  # already on a stream: what is added to it is a position
+        shape = self.trace.values[active].shape
+        for value in self.inputs[index]:
+            if value == active or self.trace.values[value].shape != shape or not self._is_float(value):
+                continue
+            start = self.root[value]
+            if self._source(start, active, 1, everything=True) is None:
+                continue
+            while start >= 0 and self.roles[start] in (Role.NORM, Role.ADD) and self.inputs[start]:
+                start = self.root[self.inputs[start][0]]
+            self._found.update((-start - 1,) if start < 0 else self.trace.nodes[start].outputs[:1])
+
+    # ---- streams ----
+
+    def next_link(self, vertex: int) -> int | None:
+        """The stream vertex before this one, through norms, residual adds, activations and pooling."""
+        if vertex < 0:
+            return None
+        add = self.adds.get(vertex)
+        if add is not None:
+            return add.link
+        if self.roles[vertex] in (Role.NORM, Role.UNARY, Role.POOL):
+            data = self.data[vertex]
+            return None if data is None else self.root[data]
+        return None
+
+    def chain(self, vertex: int) -> Iterator[int]:
+        """A vertex and the stream vertices before it, latest first."""
+        current: int | None = vertex
+        while current is not None:
+            yield current
+            current = self.next_link(current)
+
+    def _residual(self, index: int, actives: list[int]) -> None:
+        """Find out whether an add of two activations is residual, and record it."""
+        name = self.names[index]
+        if len({self.root[value] for value in actives}) == 1:
+            return  # two pieces or scalings of one value, as in a rotary embedding
+        first, others = actives[0], actives[1:]
+        if name in ("add", "lerp") and len(actives) == 2:
+            tries = [(actives[0], actives[1]), (actives[1], actives[0])]
+        else:
+            tries = [(first, other) for other in others]
+        found: Add | None = None
+        for identity, branch in tries:
+            source = self._source(self.root[identity], branch, 1)
+            if source is not None and (found is None or source > found.source):
+                found = Add(index, identity, branch, source, link=self.root[identity])
+        if found is None and name == "add":
+            found = self._projected(index, tries) or self._gated(index, tries)
+        if found is not None:
+            self.adds[index] = found
+
+    def _projected(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
+        for identity, branch in tries:
+            end = self.root[identity]
+            while end >= 0 and self.roles[end] in (Role.NORM, Role.POOL):
+                data = self.data[end]
+                if data is None:
+                    break
+                end = self.root[data]
+            if end < 0 or self.roles[end] is not Role.MIX:
+                continue
+            actives = self._actives(end)
+            if len(actives) != 1:
+                continue
+            start = self.root[actives[0]]
+            if self._source(start, branch, 2, exact=True) is not None:
+                return Add(index, identity, branch, start, projected=True, link=start)
+        return None
+
+    def _gated(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
+        """A gate times the stream plus a gate times the branch (highway)."""
+        for identity, branch in tries:
+            product = self.root[identity]
+            if product < 0 or self.roles[product] is not Role.MUL:
+                continue
+            for factor in self._actives(product):
+                source = self._source(self.root[factor], branch, 1)
+                if source is not None:
+                    return Add(index, identity, branch, source, link=self.root[factor])
+        return None
+
+    def _source(
+        self, start: int, branch: int, least: int, *, exact: bool = False, everything: bool = False
+    ) -> int | None:
+        """The latest vertex of the stream ending at ``start`` that ``branch`` was computed from by >= ``least`` mixes.
+
+        The search runs backwards in time, in step with the stream, and passes over the inside of residual branches
+        already found, so that it costs as much as one block.
+        """
+        stream = iter((start,)) if exact else self.chain(start)
+        target = next(stream, None)
+        mixes: dict[int, int] = {}
+        heap: list[int] = []
+
+        def push(vertex: int, count: int) -> None:
+            if vertex not in mixes:
+                heapq.heappush(heap, -vertex)
+            mixes[vertex] = max(mixes.get(vertex, 0), count)
+
+        push(self._vertex(branch), 0)
+        while heap and target is not None:
+            vertex = -heapq.heappop(heap)
+            while target is not None and target > vertex:
+                target = next(stream, None)
+            count = mixes[vertex]
+            if target == vertex and count >= least:
+                return vertex
+            if vertex < 0:
+                continue
+            add = self.adds.get(vertex)
+            if add is not None:
+                push(self._vertex(add.identity) if not add.projected else add.link or 0, min(2, count + 1))
+                continue
+            mixing = self.roles[vertex] is Role.MIX or self.names[vertex] in _MIXING_POOL
+            for value in self.inputs[vertex] if everything else self._actives(vertex):
+                push(self._vertex(value), min(2, count + mixing))
+        return None
+
+    def _vertex(self, value: int) -> int:
+        producer = self.trace.values[value].producer
+        return producer if producer >= 0 else -(value + 1)
+
+    def vertex(self, value: int) -> int:
+        """The vertex that made a value."""
+        return self._vertex(value)
+
+    def actives(self, index: int) -> list[int]:
+        """The activations among a vertex's inputs."""
+        return self._actives(index)
+
+    def is_convolution(self, index: int) -> bool:
+        """Whether a vertex is a convolution over space or time (a 1x1 one is a linear map)."""
+        if self.names[index] not in CONVOLUTIONS:
+            return False
+        weight = self.trace.nodes[index].args[1]
+        if not isinstance(weight, Ref):
+            return False
+        return any(size > 1 for size in self.trace.values[weight.value].shape[2:])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

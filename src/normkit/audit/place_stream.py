@@ -1,0 +1,174 @@
+"""The residual streams of a model: which residual adds are blocks of the model, and what each branch holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from normkit.audit.place_flow import Add, Flow, Role
+
+
+class Streams:
+    """The residual adds that carry the model's streams, after those inside a mixer are told apart.
+
+    A mixer may hold skips of its own (``y + D * x`` of a state-space layer, a scan's state); those are not the stream.
+    A skip around a whole stack (U-Net) must not hide the stack. The difference is in the inner chain: a stack has
+    several adds in a row and norms in their branches, a skip inside a mixer has not.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self._normed = {flow.root[call.inputs[0]] for _, call in flow.norms.values() if call.inputs}
+        for add in flow.adds.values():
+            self._fill(add)
+        self.origin = {node: self._origin(node) for node in flow.adds}
+        kept = self._without_inner()
+        self.adds: dict[int, Add] = {node: flow.adds[node] for node in sorted(kept)}
+        self.joins: set[int] = set()
+        self._drop_positional()
+        self._drop_states()
+        self._drop_joins()
+        self.members = self._members()
+        self.descends, self.reaches = self._sides()
+
+    def _fill(self, add: Add) -> None:
+        """The vertices between the source and the branch operand, and those on a projection shortcut."""
+        add.interior = self._between(add.source, add.branch)
+        if add.projected:
+            add.shortcut = self._between(add.link if add.link is not None else add.source, add.identity)
+
+    def _between(self, source: int, value: int) -> frozenset[int]:
+        flow = self.flow
+        seen: set[int] = set()
+        todo = [flow.vertex(value)]
+        while todo:
+            vertex = todo.pop()
+            if vertex <= source or vertex in seen or vertex < 0:
+                continue
+            seen.add(vertex)
+            todo.extend(flow.vertex(v) for v in flow.actives(vertex))
+        inside: set[int] = set()
+        for vertex in sorted(seen):
+            if any(flow.vertex(v) == source or flow.vertex(v) in inside for v in flow.actives(vertex)):
+                inside.add(vertex)
+        return frozenset(inside)
+
+    def _origin(self, node: int) -> int:
+        *_, last = self.flow.chain(node)
+        return last
+
+    def _without_inner(self) -> set[int]:
+        flow = self.flow
+        enclosing: dict[int, list[Add]] = defaultdict(list)
+        for add in flow.adds.values():
+            for node in add.interior | add.shortcut:
+                if node in flow.adds:
+                    enclosing[node].append(add)
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for node, around in enclosing.items():
+            foreign = [add for add in around if self.origin[add.node] != self.origin[node]]
+            link = flow.adds[node].link
+            if not foreign and link in flow.norms:  # a skip from the norm that a branch begins with
+                data = flow.data[link]
+                foreign = [add for add in around if data is not None and flow.root[data] == add.source]
+            if foreign:
+                inner = min(foreign, key=lambda add: len(add.interior))
+                groups[inner.node, self.origin[node]].append(node)
+        dropped: set[int] = set()
+        for nodes in groups.values():
+            normed = sum(self._has_norm(flow.adds[node]) for node in nodes)
+            if len(nodes) < 2 or 2 * normed < len(nodes):
+                dropped.update(nodes)
+        return set(flow.adds) - dropped
+
+    def _has_norm(self, add: Add) -> bool:
+        flow = self.flow
+        if any(vertex in flow.norms for vertex in add.interior):
+            return True
+        return add.link in flow.norms or add.node in self._normed
+
+    def _drop_positional(self) -> None:
+        """A convolution added to the embeddings before the first layer encodes positions; it is no block."""
+        flow = self.flow
+        for node, add in list(self.adds.items()):
+            if add.link is not None and any(vertex in self.adds for vertex in flow.chain(add.link)):
+                continue
+            mixes = [v for v in add.interior if flow.roles[v] is Role.MIX]
+            reads_normed = any(
+                v in flow.norms and flow.root[flow.norms[v][1].inputs[0]] == add.source for v in add.interior
+            )
+            later = [a for a in self.adds.values() if self.origin[a.node] == self.origin[node] and a.node > node]
+            matmul = [any(self.is_matmul(v) for v in a.interior) for a in later]
+            if mixes and all(flow.is_convolution(v) for v in mixes) and not reads_normed and matmul and all(matmul):
+                del self.adds[node]
+
+    def _drop_states(self) -> None:
+        """A state carried inside a mixer (chunks of a linear attention) has no norms and starts inside a branch."""
+        groups: dict[int, list[Add]] = defaultdict(list)
+        for node, add in self.adds.items():
+            groups[self.origin[node]].append(add)
+        for origin, group in groups.items():
+            if any(self._has_norm(add) for add in group):
+                continue
+            others = (add for add in self.adds.values() if self.origin[add.node] != origin)
+            if any(group[0].source in add.interior for add in others):
+                for add in group:
+                    del self.adds[add.node]
+
+    def _drop_joins(self) -> None:
+        """Where two points of streams are added as they are (a long skip, the end of ResiDual), no branch ends."""
+        flow = self.flow
+        for node, add in self.adds.items():
+            sums = (link for link in flow.chain(flow.root[add.branch]) if link in flow.adds)
+            if next(sums, None) in self.adds:
+                self.joins.add(node)
+        for node in self.joins:
+            del self.adds[node]
+
+    def is_matmul(self, vertex: int) -> bool:
+        """Whether a vertex mixes other than by a convolution over space."""
+        return self.flow.roles[vertex] is Role.MIX and not self.flow.is_convolution(vertex)
+
+    def _members(self) -> set[int]:
+        """Every vertex that lies on a stream: adds, origins, norms on the identity path."""
+        members: set[int] = set()
+        for add in self.adds.values():
+            members.add(add.node)
+            if add.link is None:
+                continue
+            for vertex in self.flow.chain(add.link):
+                if vertex in members:
+                    break
+                members.add(vertex)
+        return members
+
+    def _sides(self) -> tuple[set[int], set[int]]:
+        """The vertices computed from some residual add, and those that some residual add is computed from."""
+        flow = self.flow
+        after: set[int] = set()
+        for index in range(len(flow.roles)):
+            if any(flow.vertex(v) in after or flow.vertex(v) in self.adds for v in flow.actives(index)):
+                after.add(index)
+        before: set[int] = set(self.adds)
+        for index in range(len(flow.roles) - 1, -1, -1):
+            if index in before:
+                before.update(flow.vertex(v) for v in flow.actives(index))
+        return after, before
+
+    def last_add(self, vertex: int) -> Add | None:
+        """The latest block whose sum a vertex carries (through norms, activations, pooling and concatenation)."""
+        flow = self.flow
+        todo, seen = [vertex], set()
+        found: list[int] = []
+        while todo:
+            link = start = todo.pop()
+            for link in flow.chain(start):
+                if link in self.adds or link in seen:
+                    break
+                seen.add(link)
+                if link in self.joins:
+                    todo.append(flow.root[flow.adds[link].branch])
+            if link in self.adds:
+                found.append(link)
+            elif link >= 0 and flow.roles[link] is Role.MERGE:
+                todo.extend(flow.root[value] for value in flow.actives(link))
+        return self.adds[max(found)] if found else None

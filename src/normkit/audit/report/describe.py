@@ -1,0 +1,74 @@
+"""A NormSpec and a placement in words, the same in every report."""
+
+from __future__ import annotations
+
+from normkit.audit.result import NormRecord
+from normkit.spec import NormSpec
+
+_KINDS = {
+    "layer": "LayerNorm",
+    "rms": "RMSNorm",
+    "batch": "BatchNorm",
+    "instance": "InstanceNorm",
+    "group": "GroupNorm",
+    "l2": "L2 norm",
+    "other": "other",
+}
+
+
+def what(norm: NormRecord) -> str:
+    """What it computes, in a few words."""
+    spec = norm.spec
+    if spec is None:
+        return norm.reason
+    words = [_KINDS[norm.kind]]
+    if spec.groups > 1:
+        words.append(f"in {spec.groups} groups")
+    if spec.partial < 1:
+        words.append(f"over the first {spec.partial:.3g} of the features")
+    if spec.axes == "features" and spec.channel_dim == 1:
+        words.append("over dim 1")
+    if isinstance(spec.channel_dim, tuple) and len(spec.channel_dim) > 1:
+        words.append(f"over {len(spec.channel_dim)} dims")
+    if spec.statistic == "unbiased":
+        words.append("(unbiased)")
+    if spec.gate is not None:
+        words.append(f"{spec.gate[0]} gate {spec.gate[1]}")
+    if spec.frozen:
+        words.append("frozen")
+    if norm.batch_statistics and spec.running is not None:
+        words.append("on batch statistics")
+    return " ".join(words)
+
+
+def eps(spec: NormSpec | None) -> str:
+    """eps, and where it enters if not in the variance."""
+    if spec is None:
+        return "-"
+    place = {"variance": "", "std": " on std", "floor": " floor"}[spec.eps_at]
+    return f"{spec.eps:.3g}{place}" if spec.eps else "none"
+
+
+def gain(spec: NormSpec | None) -> str:
+    """The gain convention."""
+    if spec is None:
+        return "-"
+    if not spec.has_weight:
+        text = "none"
+    else:
+        text = "w" if spec.weight_offset == 0 else f"{spec.weight_offset:g}+w"
+        text += {"features": "", "per_head": " per head", "scalar": " (one number)"}[spec.weight_shape]
+        if spec.gain_dtype == "input" and spec.weight_offset != 0 and spec.rounding != "none":
+            text += " in the weight's dtype"
+    return text + (", bias" if spec.has_bias else "")
+
+
+def precision(spec: NormSpec | None) -> str:
+    """Where half precision is rounded."""
+    if spec is None:
+        return "-"
+    return {
+        "before_gain": "f32, round, gain",
+        "after_gain": "f32, gain, round",
+        "none": "input dtype",
+    }[spec.rounding]

@@ -1,0 +1,105 @@
+"""The audit as tables in a terminal: repeated layers in one row, unless all are asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from normkit.audit.report import describe
+from normkit.audit.result import SEVERITIES, Audit, BranchRecord, Finding, NormRecord
+
+_STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def show(audit: Audit, console: Console, *, title: str, every: bool = False) -> None:
+    """Print norms, branches and findings."""
+    console.print(_headline(audit, title))
+    console.print(_norm_table(audit.norms, every))
+    if audit.branches:
+        console.print(_branch_line(audit.branches))
+    for text in (*audit.failures, *audit.guesses):
+        console.print(Text(f"note: {text}", style="dim"))
+    _print_findings(audit.findings, console, every)
+
+
+def _headline(audit: Audit, title: str) -> Text:
+    size = audit.parameters
+    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if size >= u), (1, ""))
+    text = Text(f"{title}", style="bold")
+    text.append(
+        f": {audit.model}, {size / unit:.3g}{name} parameters on {audit.device}, {len(audit.norms)} norms", style="not bold"
+    )
+    return text
+
+
+def collapse(name: str) -> str:
+    """A qualified name with its numbers taken out: repeated layers share one."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def group(norms: Sequence[NormRecord]) -> list[list[NormRecord]]:
+    """Norms that differ in nothing but a layer's number, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[NormRecord]] = {}
+    for norm in norms:
+        key = (collapse(norm.name), norm.spec, norm.kind, norm.placement, norm.calls, norm.reason if norm.spec is None else "")
+        groups.setdefault(key, []).append(norm)
+    return list(groups.values())
+
+
+def _norm_table(norms: Sequence[NormRecord], every: bool) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("norm", overflow="fold")
+    for column in ("#", "computes", "eps", "gain", "half precision", "place"):
+        table.add_column(column, justify="right" if column == "#" else "left")
+    for members in [[n] for n in norms] if every else group(norms):
+        first = members[0]
+        calls = sum(n.calls for n in members)
+        count = str(len(members)) if calls == len(members) else f"{len(members)} (x{calls // len(members)})"
+        table.add_row(
+            first.name if len(members) == 1 else collapse(first.name),
+            count,
+            describe.what(first) + (" (inline)" if first.functional else ""),
+            describe.eps(first.spec),
+            describe.gain(first.spec),
+            describe.precision(first.spec),
+            first.placement,
+        )
+    return table
+
+
+def _branch_line(branches: Sequence[BranchRecord]) -> Text:
+    """The residual branches of each stream as runs of one placement."""
+    text = Text("residual branches: ", style="bold")
+    streams: dict[int, list[str]] = {}
+    for branch in branches:
+        streams.setdefault(branch.stream, []).append(branch.placement)
+    parts: list[str] = []
+    for placements in streams.values():
+        runs: list[list[str]] = []
+        for placement in placements:
+            if runs and runs[-1][0] == placement:
+                runs[-1].append(placement)
+            else:
+                runs.append([placement])
+        parts.append(", ".join(f"{len(run)} {run[0]}" for run in runs))
+    text.append("; ".join(parts), style="not bold")
+    return text
+
+
+def _print_findings(findings: Sequence[Finding], console: Console, every: bool) -> None:
+    if not findings:
+        console.print(Text("findings: none", style="bold green"))
+        return
+    counts = [f"{n} {s}" for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in findings))]
+    console.print(Text(f"findings: {', '.join(counts)}", style="bold"))
+    for finding in findings:
+        shown = finding.where if every or len(finding.where) <= 2 else finding.where[:1]
+        where = ", ".join(shown) + ("" if len(shown) == len(finding.where) else f" and {len(finding.where) - 1} more")
+        line = Text(f"  {finding.severity} {finding.rule}: ", style=_STYLES[finding.severity])
+        line.append(f"{where} {finding.message}.", style="default")
+        line.append(f" Fix: {finding.fix}.", style="dim")
+        console.print(line)

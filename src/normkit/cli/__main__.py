@@ -1,0 +1,5 @@
+"""``python -m normkit.cli``."""
+
+from normkit.cli import main
+
+main()

@@ -1,0 +1,104 @@
+"""``normkit audit``: what every norm of a model does, where it sits, what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from normkit.audit import Audit
+
+USAGE = 2
+"""Exit code for a model or inputs that cannot be had."""
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="minilm (the demo), a folder with a config.json, a transformers model type, or package.module:factory.",
+            show_default=False,
+        ),
+    ],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inputs",
+            help="Inputs where the guess does not fit: NAME=SHAPE:DTYPE, repeatable, or a .safetensors file. "
+            "Example: --inputs pixel_values=2x3x224x224:float32",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or meta; by default cpu where there are weights.", show_default=False)
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the audit as JSON; - for standard output.", show_default=False)
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="One row for each norm, repeated layers too.")] = False,
+    fail_on: Annotated[
+        Literal["info", "warning", "error", "never"],
+        typer.Option(help="The lowest severity of a finding that gives exit code 1."),
+    ] = "error",
+) -> None:
+    """Audit a model's norms by behaviour and dataflow.
+
+    Exit codes: 0 clean, 1 findings at or above --fail-on, 2 the model or its inputs cannot be had.
+
+    Example: normkit audit minilm
+    Example: normkit audit llama --json llama.json
+    """
+    from rich.console import Console
+
+    messages = Console(stderr=True)
+    with messages.status("importing torch") as status:
+
+        def progress(text: str) -> None:
+            status.update(text)
+
+        try:
+            result = _run(model, inputs or [], device, progress)
+        except _Refused as refused:
+            status.stop()
+            messages.print(f"normkit audit: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(USAGE) from None
+    if json is not None and str(json) == "-":
+        typer.echo(result.to_json())
+    else:
+        from normkit.audit.report.terminal import show
+
+        show(result, Console(), title=model, every=all)
+        if json is not None:
+            try:
+                result.to_json(json)
+            except OSError as error:
+                messages.print(f"normkit audit: cannot write {json}: {error}", style="red", markup=False)
+                raise typer.Exit(USAGE) from None
+    raise typer.Exit(_exit_code(result, fail_on))
+
+
+class _Refused(Exception):
+    """Nothing can be audited; the message is for the user."""
+
+
+def _run(model: str, inputs: list[str], device: str | None, progress: object) -> Audit:
+    from normkit.audit import AuditError, audit
+    from normkit.audit.inputs import InputError, parse_inputs
+    from normkit.audit.load import ModelError, load
+
+    try:
+        loaded = load(model, device=device, inputs=parse_inputs(inputs) if inputs else None, progress=progress)  # type: ignore[arg-type]
+        return audit(loaded.model, *loaded.args, progress=progress, **loaded.kwargs)  # type: ignore[arg-type]
+    except (ModelError, InputError, AuditError) as error:
+        raise _Refused(str(error)) from error
+
+
+def _exit_code(result: Audit, fail_on: str) -> int:
+    from normkit.audit.result import SEVERITIES
+
+    worst = result.worst()
+    if fail_on == "never" or worst is None:
+        return 0
+    return int(SEVERITIES.index(worst) >= SEVERITIES.index(fail_on))  # type: ignore[arg-type]
