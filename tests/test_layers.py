@@ -68,6 +68,8 @@ def test_no_file_is_past_about_500_lines() -> None:
 
 @pytest.mark.parametrize("heavy", ["transformers", "rich", "typer", "safetensors", "jinja2", "torch._dynamo"])
 def test_import_is_light(heavy: str) -> None:
-    code = f"import torch, sys; had = {heavy!r} in sys.modules; import normkit; print(had or {heavy!r} not in sys.modules)"
+    code = (
+        f"import torch, sys; had = {heavy!r} in sys.modules; import normkit; print(had or {heavy!r} not in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "True"

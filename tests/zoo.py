@@ -86,7 +86,7 @@ def score(entry: Entry, audit: Audit) -> Iterator[tuple[str, bool, str]]:
 
     Norms are matched by the module object, so that names do not matter.
     """
-    by_module = {id(n.module): n for n in audit.norms if n.module is not None}
+    by_module = {id(n.module): n for n in audit.norms if not n.functional}
     for label, name, module in entry.labels:
         norm = by_module.pop(id(module), None)
         yield "found", norm is not None, name
@@ -105,7 +105,11 @@ def compare(label: dict[str, Any], norm: NormRecord) -> dict[str, bool]:
     placements = {label["placement"], *label.get("also_placement", ())}
     if norm.name in label.get("last_of_stack", ()):
         placements.add("final")
-    right = {"kind": norm.kind in kinds, "placement": norm.placement in placements, "calls": norm.calls == label["calls"]}
+    right = {
+        "kind": norm.kind in kinds,
+        "placement": norm.placement in placements,
+        "calls": norm.calls == label["calls"],
+    }
     if spec is None:
         return right | {f: False for f in FIELDS if f not in ("found", *right)}
     wanted = spec.replace(rounding=ROUNDING[label["cast_order"]]).canonical()

@@ -9,11 +9,14 @@ from typing import Any
 from torch import nn
 
 from normkit.audit import rules
-from normkit.audit.find import Occurrence, find_norms
+from normkit.audit.find import Occurrence, find_norms, weight_place
 from normkit.audit.graph import Trace
+from normkit.audit.identify import Identification
 from normkit.audit.place import Branch, NormSite, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
 from normkit.audit.trace import trace
+
+ROLES = ("weight", "bias", "running_mean", "running_var")
 
 
 class AuditError(Exception):
@@ -47,10 +50,12 @@ def audit(
         raise AuditError(_refusal(model, recorded, example_args, example_kwargs)) from recorded.error
     progress("placing norms")
     placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
-    norms = tuple(_norm(o, recorded, placed.placements[o.name]) for o in occurrences)
+    norms = tuple(_norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name]) for o in occurrences)
     branches = tuple(_branch(b) for b in placed.branches)
     progress("checking rules")
-    evidence = rules.Evidence(model=model, norms=norms, branches=branches, streams=placed.streams)
+    evidence = rules.Evidence(
+        model=model, norms=norms, branches=branches, streams=placed.streams, continued=frozenset(placed.continued)
+    )
     parameters = list(model.parameters())
     return Audit(
         model=type(model).__name__,
@@ -78,10 +83,18 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
         functional=found.functional,
         input_shape=value.shape,
         input_dtype=str(value.dtype).removeprefix("torch."),
-        batch_statistics=identification.batch_statistics,
+        batch_statistics=_on_batch(identification),
         module=found.module,
-        parameters=dict(identification.parameters),
+        parameters={role: path for role in ROLES if (path := getattr(identification, role)) is not None},
     )
+
+
+def _on_batch(identification: Identification) -> bool:
+    """Whether the norm divided by statistics of the batch in this run."""
+    spec = identification.spec
+    if spec is None or spec.axes not in ("batch", "instance") or spec.frozen:
+        return False
+    return spec.running is None or bool(identification.uses_batch)
 
 
 def _branch(found: Branch) -> BranchRecord:

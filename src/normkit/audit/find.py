@@ -19,24 +19,70 @@ from torch.utils._pytree import tree_map_only
 from normkit.audit.graph import ModuleCall, Node, Opaque, ReplayError, TensorInfo, Trace
 from normkit.audit.identify import Identification, identify
 from normkit.audit.place import NormCall
+from normkit.placement import NormPosition
 
 # Operators by what they are to a norm. Packet names, so that overloads and in-place forms are one entry.
 _FUSED = frozenset(
-    """native_layer_norm _fused_rms_norm rms_norm native_group_norm native_batch_norm _native_batch_norm_legit
-    _native_batch_norm_legit_no_training _native_batch_norm_legit_functional cudnn_batch_norm miopen_batch_norm
-    batch_norm_with_update _batch_norm_with_update _batch_norm_no_update instance_norm""".split()
+    [
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "rms_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "_native_batch_norm_legit_functional",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_with_update",
+        "_batch_norm_with_update",
+        "_batch_norm_no_update",
+        "instance_norm",
+    ]
 )
-_STATISTIC = frozenset("mean sum var var_mean std std_mean norm linalg_vector_norm einsum".split())
-_ROOT = frozenset("rsqrt sqrt reciprocal pow".split())
-_WEIGHT_NORM = frozenset("_weight_norm _weight_norm_interface".split())
+_STATISTIC = frozenset(["mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "einsum"])
+_ROOT = frozenset(["rsqrt", "sqrt", "reciprocal", "pow"])
+_WEIGHT_NORM = frozenset(["_weight_norm", "_weight_norm_interface"])
 _MIXING = frozenset(
-    """mm addmm bmm baddbmm addbmm matmul convolution _convolution conv1d conv2d conv3d mkldnn_convolution
-    embedding _softmax _log_softmax _grouped_mm _scaled_mm scaled_dot_product_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
-    _scaled_dot_product_efficient_attention _scaled_dot_product_attention_math
-    _scaled_dot_product_fused_attention_overrideable linear mkldnn_linear
-    mkldnn_rnn_layer _thnn_fused_lstm_cell _thnn_fused_gru_cell avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices
-    cumsum topk sort""".split()
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "matmul",
+        "convolution",
+        "_convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "mkldnn_convolution",
+        "embedding",
+        "_softmax",
+        "_log_softmax",
+        "_grouped_mm",
+        "_scaled_mm",
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "linear",
+        "mkldnn_linear",
+        "mkldnn_rnn_layer",
+        "_thnn_fused_lstm_cell",
+        "_thnn_fused_gru_cell",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "max_pool2d_with_indices",
+        "cumsum",
+        "topk",
+        "sort",
+    ]
+)
+_WEIGHT_NORMALIZATION = Identification(
+    kind="other", spec=None, reason="weight normalization: it normalizes a weight, not activations"
 )
 _LOOK_AHEAD = 12
 """How many operators a statistic may pass (eps, root, expand, casts) before it divides."""
@@ -55,8 +101,8 @@ class Occurrence:
 
     @property
     def functional(self) -> bool:
-        """Written inline as operators."""
-        return self.module is None
+        """Not a norm module of the model's own: written inline, or a parametrization of a weight."""
+        return self.module is None or self.identification is _WEIGHT_NORMALIZATION
 
 
 def find_norms(trace: Trace, progress: Callable[[str], None] = lambda _: None) -> list[Occurrence]:
@@ -97,6 +143,8 @@ def _module_norms(
         identification = identify(call.module, *args, **kwargs)
         if identification.kind == "none":
             continue
+        if identification.spec is None and not any(_depends_on_input(trace, v) for v in call.inputs):
+            identification = _WEIGHT_NORMALIZATION  # a parametrization, run as a module
         calls = [c for c in by_name[call.name] if c.outputs]
         for c in calls:
             claimed.update(c.nodes)
@@ -104,10 +152,29 @@ def _module_norms(
             call.name,
             type(call.module).__name__,
             identification,
-            [NormCall(_float_inputs(trace, c), c.outputs[0], c.nodes) for c in calls],
+            [_norm_call(trace, c, identification) for c in calls],
             call.module,
             next((t for t in _infos(call) if t.dtype.is_floating_point), None),
         )
+
+
+def _norm_call(trace: Trace, call: ModuleCall, found: Identification) -> NormCall:
+    """One call; an addition that the norm makes first stays outside it, so that it is seen as a residual add."""
+    if found.residual is not None and len(call.outputs) > 1:
+        total = call.outputs[1]
+        maker = next((n for n in call.nodes if total in trace.nodes[n].outputs), None)
+        if maker is not None:
+            return NormCall((total,), call.outputs[0], frozenset(n for n in call.nodes if n > maker))
+    return NormCall(_float_inputs(trace, call), call.outputs[0], call.nodes)
+
+
+def weight_place(trace: Trace, found: Occurrence) -> NormPosition | None:
+    """Where a normalized weight is used: in a convolution or elsewhere; None for a norm of activations."""
+    if found.identification is not _WEIGHT_NORMALIZATION:
+        return None
+    output = found.calls[0].output
+    users = (node for node in trace.nodes if output in node.inputs)
+    return "conv" if any("conv" in _packet(node) for node in users) else "inner"
 
 
 def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
@@ -209,11 +276,7 @@ def _inline_norms(trace: Trace, leads: Sequence[int]) -> Iterator[Occurrence]:
 
 def _weight_norm(trace: Trace, node: Node) -> tuple[Identification, NormCall, int] | None:
     """Weight normalization normalizes a parameter: it is reported, and is no norm of activations."""
-    return _weight_norm_found(node), NormCall(node.inputs, node.outputs[0], frozenset((node.index,))), node.inputs[0]
-
-
-def _weight_norm_found(node: Node) -> Identification:
-    return Identification(kind="other", spec=None, reason="weight normalization: normalizes a weight, not activations")
+    return _WEIGHT_NORMALIZATION, NormCall(node.inputs, node.outputs[0], frozenset((node.index,))), node.inputs[0]
 
 
 def _consumers(trace: Trace) -> dict[int, list[int]]:
@@ -224,9 +287,7 @@ def _consumers(trace: Trace) -> dict[int, list[int]]:
     return consumers
 
 
-def _match(
-    trace: Trace, node: Node, consumers: dict[int, list[int]]
-) -> tuple[Identification, NormCall, int] | None:
+def _match(trace: Trace, node: Node, consumers: dict[int, list[int]]) -> tuple[Identification, NormCall, int] | None:
     """Follow a statistic to where it divides what it was formed of, and probe that slice."""
     for output in _endings(trace, node, consumers):
         found = None
@@ -243,8 +304,12 @@ def _match(
             if identification.spec is None or identification.kind == "none":
                 continue
             if not _depends_on_input(trace, source):
-                identification = _weight_norm_found(node)
-            found = identification, NormCall((source,), output, frozenset(nodes)), source  # a farther source takes in its casts
+                identification = _WEIGHT_NORMALIZATION
+            found = (
+                identification,
+                NormCall((source,), output, frozenset(nodes)),
+                source,
+            )  # a farther source takes in its casts
         if found is not None:
             return found
     return None
@@ -280,9 +345,7 @@ def _endings(trace: Trace, node: Node, consumers: dict[int, list[int]]) -> list[
     return sorted(set(found), reverse=True)[:6]
 
 
-def _gain_and_bias(
-    trace: Trace, value: int, consumers: dict[int, list[int]], distance: int
-) -> list[tuple[int, int]]:
+def _gain_and_bias(trace: Trace, value: int, consumers: dict[int, list[int]], distance: int) -> list[tuple[int, int]]:
     """Go on through casts, and products and sums with the model's own parameters."""
     onward = []
     for consumer in consumers.get(value, ()):

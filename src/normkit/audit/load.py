@@ -97,6 +97,7 @@ def transformers() -> Any:
         raise ModelError("transformers is not installed; run: pip install 'normkit[transformers]'")
     module = importlib.import_module("transformers")
     module.logging.set_verbosity_error()
+    module.utils.logging.disable_progress_bar()
     return module
 
 
@@ -117,11 +118,11 @@ def _minilm(device: str | None, inputs: Mapping[str, Tensor] | None, progress: P
     return loaded
 
 
-def _from_folder(
-    folder: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress
-) -> Loaded:
+def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
     if not folder.is_dir():
-        raise ModelError(f"no folder {folder}; give a folder with a config.json, a model type, or package.module:factory")
+        raise ModelError(
+            f"no folder {folder}; give a folder with a config.json, a model type, or package.module:factory"
+        )
     config = _read_config(folder)
     weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
     if device == "meta" or not weights:
@@ -133,7 +134,9 @@ def _from_folder(
     try:
         model = auto.from_pretrained(folder, config=config, trust_remote_code=False, dtype="auto")
     except Exception as error:
-        raise ModelError(f"cannot read the weights in {folder}: {_one_line(error)}; download the files again") from error
+        raise ModelError(
+            f"cannot read the weights in {folder}: {_one_line(error)}; download the files again"
+        ) from error
     return _with_inputs(str(folder), model, config, "cpu", inputs)
 
 
@@ -186,9 +189,7 @@ def _from_model_type(
     return _finish(target, config, device or "meta", inputs, progress)
 
 
-def _finish(
-    name: str, config: Any, device: str, inputs: Mapping[str, Tensor] | None, progress: Progress
-) -> Loaded:
+def _finish(name: str, config: Any, device: str, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
     """Build a model without weights."""
     progress(f"building on {device}")
     try:
@@ -214,9 +215,7 @@ def _model_class(config: Any) -> Any:
     raise ModelError(f"transformers has no model for the config {type(config).__name__}")
 
 
-def _with_inputs(
-    name: str, model: nn.Module, config: Any, device: str, inputs: Mapping[str, Tensor] | None
-) -> Loaded:
+def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: Mapping[str, Tensor] | None) -> Loaded:
     model.eval()
     try:
         kwargs = dict(inputs) if inputs is not None else guess_inputs(model, config)

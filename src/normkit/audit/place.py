@@ -29,6 +29,7 @@ class PlaceResult:
     branches: list[Branch] = field(default_factory=list)
     calls: dict[str, list[NormPlacement]] = field(default_factory=dict)  # per norm: one entry a call
     streams: dict[str, int] = field(default_factory=dict)  # per norm: the stream it serves, where there is one
+    continued: set[int] = field(default_factory=set)  # streams that another one starts from
 
 
 @dataclass
@@ -83,6 +84,7 @@ def place(trace: Trace, norms: list[NormSite]) -> PlaceResult:
             result.placements[name] = Counter(reversed(found)).most_common(1)[0][0]
     names = {vertex: norms[number].id for vertex, (number, _) in flow.norms.items()}
     result.branches = describe(flow, streams, placer.seats, names)
+    result.continued = {numbers[origin] for origin in streams.continued()}
     return result
 
 
@@ -175,8 +177,8 @@ class _Placer:
         last = streams.last_add(root)
         inside = self._innermost(vertex)
         if inside is not None and last is not None and last.node in inside.interior:
-            if sum(node in inside.interior for node in streams.adds) > 1:
-                inside = None  # the norm ends a stack that a long skip goes around
+            blocks = sum(node in inside.interior for node in streams.adds)
+            inside = inside if blocks == 1 else None  # it ends a stack that a long skip goes around
         if ahead.identity or vertex in self._linked:
             return "post" if last is not None else "embedding"
         if inside is not None:

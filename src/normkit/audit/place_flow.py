@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from normkit.audit.graph import Node, Ref, Trace, flat_tensors
-
-__all__ = ["BATCH_STATISTICS", "Flow", "NormCall", "NormSite", "Role", "flat_tensors"]
+from normkit.audit.graph import Node, Ref, Trace
 
 
 class Role(Enum):
@@ -332,7 +330,7 @@ class Flow:
     def _residual(self, index: int, actives: list[int]) -> None:
         """Find out whether an add of two activations is residual, and record it."""
         name = self.names[index]
-        if len({self.root[value] for value in actives}) == 1:
+        if len({self.root[value] for value in actives}) == 1:  # saves the search
             return  # two pieces or scalings of one value, as in a rotary embedding
         first, others = actives[0], actives[1:]
         if name in ("add", "lerp") and len(actives) == 2:

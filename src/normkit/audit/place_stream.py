@@ -172,3 +172,21 @@ class Streams:
             elif link >= 0 and flow.roles[link] is Role.MERGE:
                 todo.extend(flow.root[value] for value in flow.actives(link))
         return self.adds[max(found)] if found else None
+
+    def continued(self) -> set[int]:
+        """The origins of streams from whose blocks another stream starts: a stage of a hierarchy, a backbone."""
+        flow = self.flow
+        behind: dict[int, frozenset[int]] = {}  # vertex -> origins of the adds that it is computed from
+        for index in range(len(flow.roles)):
+            sources = {flow.vertex(v) for v in flow.actives(index)}
+            found = frozenset().union(*(behind.get(v, frozenset()) for v in sources))
+            if index in self.adds:
+                found |= {self.origin[index]}
+            if found:
+                behind[index] = found
+        return {
+            origin
+            for node, add in self.adds.items()
+            for origin in behind.get(add.source, frozenset())
+            if origin != self.origin[node]
+        }

@@ -69,7 +69,10 @@ def command(
     else:
         from normkit.audit.report.terminal import show
 
-        show(result, Console(), title=model, every=all)
+        console = Console()
+        if not console.is_terminal:  # a pipe has no width of its own; names should stay whole
+            console = Console(width=140)
+        show(result, console, title=model, every=all)
         if json is not None:
             try:
                 result.to_json(json)

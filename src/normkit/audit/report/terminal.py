@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -21,8 +22,8 @@ def show(audit: Audit, console: Console, *, title: str, every: bool = False) -> 
     console.print(_norm_table(audit.norms, every))
     if audit.branches:
         console.print(_branch_line(audit.branches))
-    for text in (*audit.failures, *audit.guesses):
-        console.print(Text(f"note: {text}", style="dim"))
+    for text, times in Counter((*audit.failures, *audit.guesses)).items():
+        console.print(Text(f"note: {text}" + (f" ({times} times)" if times > 1 else ""), style="dim"))
     _print_findings(audit.findings, console, every)
 
 
@@ -31,7 +32,8 @@ def _headline(audit: Audit, title: str) -> Text:
     unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if size >= u), (1, ""))
     text = Text(f"{title}", style="bold")
     text.append(
-        f": {audit.model}, {size / unit:.3g}{name} parameters on {audit.device}, {len(audit.norms)} norms", style="not bold"
+        f": {audit.model}, {size / unit:.3g}{name} parameters on {audit.device}, {len(audit.norms)} norms",
+        style="not bold",
     )
     return text
 
@@ -45,7 +47,14 @@ def group(norms: Sequence[NormRecord]) -> list[list[NormRecord]]:
     """Norms that differ in nothing but a layer's number, in order of first appearance."""
     groups: dict[tuple[object, ...], list[NormRecord]] = {}
     for norm in norms:
-        key = (collapse(norm.name), norm.spec, norm.kind, norm.placement, norm.calls, norm.reason if norm.spec is None else "")
+        key = (
+            collapse(norm.name),
+            norm.spec,
+            norm.kind,
+            norm.placement,
+            norm.calls,
+            norm.reason if norm.spec is None else "",
+        )
         groups.setdefault(key, []).append(norm)
     return list(groups.values())
 
@@ -53,7 +62,7 @@ def group(norms: Sequence[NormRecord]) -> list[list[NormRecord]]:
 def _norm_table(norms: Sequence[NormRecord], every: bool) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("norm", overflow="fold")
-    for column in ("#", "computes", "eps", "gain", "half precision", "place"):
+    for column in ("#", "computes", "eps", "gain", "precision", "place"):
         table.add_column(column, justify="right" if column == "#" else "left")
     for members in [[n] for n in norms] if every else group(norms):
         first = members[0]
@@ -100,6 +109,6 @@ def _print_findings(findings: Sequence[Finding], console: Console, every: bool) 
         shown = finding.where if every or len(finding.where) <= 2 else finding.where[:1]
         where = ", ".join(shown) + ("" if len(shown) == len(finding.where) else f" and {len(finding.where) - 1} more")
         line = Text(f"  {finding.severity} {finding.rule}: ", style=_STYLES[finding.severity])
-        line.append(f"{where} {finding.message}.", style="default")
+        line.append(f"{where}: {finding.message}.", style="default")
         line.append(f" Fix: {finding.fix}.", style="dim")
         console.print(line)

@@ -15,8 +15,10 @@ def missing_final_norm(evidence: Evidence, finding: Callable[..., Finding]) -> I
     """The stream grows with depth; without a last norm the head sees its scale."""
     for stream, branches in _streams(evidence).items():
         wanting = [b for b in branches if b.placement in PLACEMENTS and PLACEMENTS[b.placement].final_norm]
-        if len(branches) < 2 or branches[-1] not in wanting:
+        if len(branches) < 2 or branches[-1] not in wanting or stream in evidence.continued:
             continue
+        if all(place == "conv" for b in branches for place in _places(evidence, b)):
+            continue  # convolutional networks end in pooling, and need none
         if not _finals(evidence, stream):
             yield finding(
                 (branches[-1].name,),
@@ -93,6 +95,12 @@ def _streams(evidence: Evidence) -> dict[int, list[BranchRecord]]:
     for branch in evidence.branches:
         streams.setdefault(branch.stream, []).append(branch)
     return streams
+
+
+def _places(evidence: Evidence, branch: BranchRecord) -> list[str]:
+    """The placements of a branch's norms."""
+    inside = {name for slot in branch.slots.values() for name in slot}
+    return [n.placement for n in evidence.norms if n.name in inside]
 
 
 def _finals(evidence: Evidence, stream: int) -> list[NormRecord]:

@@ -19,6 +19,8 @@ class Evidence:
     branches: tuple[BranchRecord, ...]
     streams: dict[str, int]
     """Norm name to the residual stream that it reads or writes, where it has one."""
+    continued: frozenset[int]
+    """Streams that are a stage of something longer: another stream starts from them."""
 
 
 Check = Callable[[Evidence], Iterator[Finding]]
