@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -225,14 +225,19 @@ def instance_norm(
 
 
 def check_more_than_one(x: Tensor, spec: NormSpec, mask: Tensor | None) -> None:
-    """Refuse statistics of a single value: its variance is 0 whatever it is, so that the output would be the bias."""
+    """Refuse statistics of a single value: its variance is 0, so that the output would be the bias."""
     if holds_one(x, spec, mask):
-        kind = "channel" if spec.axes == "batch" else "sample and channel"
-        raise ValueError(
-            f"expected more than 1 value per {kind} when the input's own statistics are used; got input of shape "
-            f"{tuple(x.shape)}{'' if mask is None else f' with {int(mask.sum())} valid positions'}. "
-            "Use a larger batch, use running statistics, or give a module single='running' or 'skip'"
-        )
+        refuse_one(x, spec, mask)
+
+
+def refuse_one(x: Tensor, spec: NormSpec, mask: Tensor | None) -> NoReturn:
+    """The error of `check_more_than_one`."""
+    kind = "channel" if spec.axes == "batch" else "sample and channel"
+    raise ValueError(
+        f"expected more than 1 value per {kind} when the input's own statistics are used; got input of shape "
+        f"{tuple(x.shape)}{'' if mask is None else f' with {int(mask.sum())} valid positions'}. "
+        "Use a larger batch, use running statistics, or give a module single='running' or 'skip'"
+    )
 
 
 def holds_one(x: Tensor, spec: NormSpec, mask: Tensor | None) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import FunctionCtx
 
 from normkit.reference import Measured, Statistics, count_elements, normalize_measured
 from normkit.reference_backward import normalize_backward
@@ -73,13 +72,13 @@ class ClosedForm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, spec: NormSpec
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, spec: NormSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, measured = normalize_measured(x, spec, weight, bias, mask=mask)
         assert measured is not None
         count = measured.count
-        ctx.count = None if isinstance(count, Tensor) else count  # type: ignore[attr-defined]
-        ctx.spec = spec  # type: ignore[attr-defined]
+        ctx.count = None if isinstance(count, Tensor) else count
+        ctx.spec = spec
         kept = (measured.mean, measured.correction, measured.square, count if isinstance(count, Tensor) else None)
         ctx.save_for_backward(x, weight, bias, mask, *kept, measured.scale)
         mean, square, _ = measured.statistics()
@@ -88,13 +87,13 @@ class ClosedForm(torch.autograd.Function):
         return y, mean, square
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad is None:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
             return None, None, None, None, None
         x, weight, bias, mask, mean, correction, square, count, scale = ctx.saved_tensors
         measured = None
         if not torch.is_grad_enabled():
             measured = Measured(mean, correction, square, ctx.count if count is None else count, scale)
         needed = ctx.needs_input_grad[:3]
-        grads = normalize_backward(grad, x, ctx.spec, weight, bias, mask=mask, measured=measured, needed=needed)
-        return *grads, None, None
+        out = normalize_backward(grads[0], x, ctx.spec, weight, bias, mask=mask, measured=measured, needed=needed)
+        return *out, None, None
