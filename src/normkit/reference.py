@@ -449,16 +449,10 @@ def _check(
             if tuple(buffer.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(buffer.shape)}; x of shape {tuple(x.shape)} needs {shape}")
     if spec.statistic == "unbiased" and running_mean is None and mask is None and x.numel() > 0:
-        n = x.numel() // max(1, _statistic_count(x, spec))
+        n = count_elements(x, spec, None)
+        assert isinstance(n, int)
         if n < 2:
             raise ValueError(f"statistic='unbiased' needs at least 2 elements; x of shape {tuple(x.shape)} gives {n}")
-
-
-def _statistic_count(x: Tensor, spec: NormSpec) -> int:
-    """How many separate statistics x has."""
-    groups = split(x, spec)
-    dims = {d % groups.dim() for d in reduced_dims(spec, x.dim())}
-    return math.prod(size for d, size in enumerate(groups.shape) if d not in dims)
 
 
 def feature_shape(x: Tensor, spec: NormSpec) -> tuple[int, ...]:

@@ -45,13 +45,15 @@ def test_every_input(name, dtype, training, counts):
             y = module(*given[0], **given[1])
             grads = backward((y,), [*leaves(given), *module.parameters()])
             results.append(([y], grads, list(module.buffers())))
-        for a, b, c in zip(*results, strict=True):
+        for kind, a, b, c in zip(("output", "gradient", "buffer"), *results, strict=True):
             assert len(a) == len(b), what
+            if case.desc == "zero_batch" and training and kind == "buffer" and a:
+                # torch counts an empty batch; normkit does not: its buffers are as they were built
+                fresh = build(ours_class, case.constructor_input, dtype)
+                assert all(torch.equal(x, y) for x, y in zip(a, fresh.buffers(), strict=True))
+                count["empty batches that torch counts and normkit does not"] += 1
+                continue
             for x, y, z in zip(a, b, c, strict=True):
-                if case.desc == "zero_batch" and torch.isnan(y).any():
-                    # torch lets an empty batch poison or count in the running statistics; normkit does not
-                    assert torch.isfinite(x).all()
-                    continue
                 hold(x, y, what)
                 if miss(z, y):
                     count["results where torch is outside the tolerance"] += 1
@@ -65,10 +67,9 @@ def test_every_error_input_raises(name, counts):
     if info.module_error_inputs_func is None:
         return  # see tests/test_arguments.py
     count = counts.setdefault(f"ModuleInfo {name} errors", Counter())
-    for training in (True, False):
-        for case in info.module_error_inputs_func(info, "cpu", torch.float32, False, training=training):
-            given = case.module_error_input
-            with pytest.raises((ValueError, TypeError)):
-                module = getattr(nn, name)(*given.constructor_input.args, **given.constructor_input.kwargs)
-                module.train(training)(*given.forward_input.args, **given.forward_input.kwargs)
-            count["run"] += 1
+    for case in info.module_error_inputs_func(info, "cpu", torch.float32, False, training=True):
+        given = case.module_error_input
+        with pytest.raises((ValueError, TypeError)):
+            module = getattr(nn, name)(*given.constructor_input.args, **given.constructor_input.kwargs)
+            module(*given.forward_input.args, **given.forward_input.kwargs)
+        count["run"] += 1

@@ -143,6 +143,8 @@ def batch_norm_functional(
     """
     _check_running(input, running_mean, running_var, training)
     check_eps(eps)
+    if training:
+        check_positive_eps(eps)
     if input.dim() == 1 and input.numel() == 0:  # torch's own smallest empty batch: no samples, no channels
         return BatchNormResult(input.clone(), running_mean, running_var)
     spec = _spec("batch", channel_dim, eps, weight, bias, weight_offset, rounding, output_dtype, gate, gate_kind)
@@ -222,6 +224,12 @@ def instance_norm(
     else:
         y, _ = evaluate(x, spec, weight, bias, gate=gate, mask=mask, running_mean=running_mean, running_var=running_var)
     return _finish(y, input, stream, output_dtype, out)
+
+
+def check_positive_eps(eps: float) -> None:
+    """As torch, a batch norm in training refuses eps = 0: a channel that is constant over the batch gives NaN."""
+    if eps == 0:
+        raise ValueError(f"eps must be positive in training; got {eps!r}. Give one such as 1e-12, or evaluate")
 
 
 def check_more_than_one(x: Tensor, spec: NormSpec, mask: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.functional.batch import check_positive_eps
 from normkit.nn.running import Single, check_momentum, check_single, normalize_batch, normalize_running
 from normkit.spec import NormSpec, Rounding, check_eps
 
@@ -106,6 +107,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         """
         self._check_input_dim(input)
         if self.training or self.running_mean is None:
+            check_positive_eps(self.eps)
             return self._normalize_batch(input, mask)
         return normalize_running(self, input, self.spec, mask=mask)  # type: ignore[arg-type]
 
