@@ -69,7 +69,11 @@ def test_every_error_input_raises(name, counts):
     count = counts.setdefault(f"ModuleInfo {name} errors", Counter())
     for case in info.module_error_inputs_func(info, "cpu", torch.float32, False, training=True):
         given = case.module_error_input
-        with pytest.raises((ValueError, TypeError)):
+
+        def run(given=given):
             module = getattr(nn, name)(*given.constructor_input.args, **given.constructor_input.kwargs)
             module(*given.forward_input.args, **given.forward_input.kwargs)
+
+        with pytest.raises((ValueError, TypeError)):
+            run()
         count["run"] += 1

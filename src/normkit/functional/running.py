@@ -31,8 +31,8 @@ def moments(found: Statistics, spec: NormSpec, ndim: int) -> Moments:
     assert isinstance(spec.channel_dim, int)
     count = found.count
     if isinstance(count, Tensor):
-        below = divisor_of(spec, count)
-        var = found.square * (below / (count - 1).clamp_min(1))
+        n = count.to(found.square.dtype)  # a quotient of integers would be float32
+        var = found.square * (divisor_of(spec, n) / (n - 1).clamp_min(1))
         held = (count > 0).expand(found.square.shape)
     else:
         var = found.square * (divisor_of(spec, count) / max(count - 1, 1))
