@@ -112,7 +112,7 @@ def normalize_measured(
     gate_factor = None if gate is None else _activate(gate.to(compute), spec)
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "before":
         z = z * gate_factor
-    gain = form_gain(weight, spec, x.dim())
+    gain = form_gain(weight, spec, x.dim(), compute)
     shift = None if bias is None else align(bias, spec, x.dim())
     if running_mean is not None and running_var is not None:
         y = _with_running(z, spec, gain, shift, running_mean, running_var, x.dtype)
@@ -156,13 +156,16 @@ def output_dtype(
     return dtype
 
 
-def form_gain(weight: Tensor | None, spec: NormSpec, ndim: int) -> Tensor | None:
-    """``weight_offset + weight``, in the dtype the spec forms it in, shaped to broadcast against the input."""
+def form_gain(weight: Tensor | None, spec: NormSpec, ndim: int, compute: torch.dtype = torch.float32) -> Tensor | None:
+    """``weight_offset + weight``, in the dtype the spec forms it in, shaped to broadcast against the input.
+
+    ``gain_dtype="float32"`` means the compute dtype, which is float64 for float64 input.
+    """
     if weight is None:
         return None
     if spec.weight_offset != 0:
         if spec.gain_dtype == "float32" and spec.rounding != "none":
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            weight = weight.to(torch.promote_types(weight.dtype, compute))
         weight = weight + spec.weight_offset
     return weight if spec.weight_shape != "features" else align(weight, spec, ndim)
 
@@ -305,7 +308,10 @@ def count_elements(x: Tensor, spec: NormSpec, mask: Tensor | None) -> Tensor | i
 
 def _count(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor | int:
     if valid is None:
-        return math.prod(x.shape[d] for d in dims)
+        n = 1
+        for d in dims:
+            n *= x.shape[d]
+        return n
     count = valid.sum(dims, keepdim=True) if dims else valid.to(torch.int64)
     for d in dims:  # a dim that the mask does not have (the channels of a group) counts in full
         if valid.shape[d] == 1:
@@ -471,14 +477,15 @@ def feature_shape(x: Tensor, spec: NormSpec) -> tuple[int, ...]:
 
 def _check_weight(weight: Tensor, spec: NormSpec, shape: tuple[int, ...], x: Tensor) -> None:
     if spec.weight_shape == "scalar":
-        ok, needs = weight.numel() == 1 and weight.dim() <= 1, "() or (1,)"
+        ok = weight.numel() == 1 and weight.dim() <= 1
     elif spec.weight_shape == "per_head":
         ok = 2 <= weight.dim() <= x.dim() and weight.shape[-1] == shape[0]
         ok = ok and all(w in (1, n) for w, n in zip(reversed(weight.shape), reversed(x.shape), strict=False))
-        needs = f"(..., heads, {shape[0]}) that broadcasts against x"
     else:
-        ok, needs = tuple(weight.shape) == shape, str(shape)
+        ok = tuple(weight.shape) == shape
     if not ok:
+        broadcasting = f"(..., heads, {shape[0]}) that broadcasts against x"
+        needs = {"scalar": "() or (1,)", "per_head": broadcasting, "features": str(shape)}[spec.weight_shape]
         raise ValueError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {needs}")
 
 

@@ -75,7 +75,7 @@ def normalize_backward(
     if valid is not None:
         z, g = torch.where(valid, z, 0), torch.where(valid, g, 0)
     normalized, measured = standardize(z, spec, mask, measured)
-    gain = form_gain(weight, spec, x.dim())
+    gain = form_gain(weight, spec, x.dim(), compute)
     dx = dweight = dbias = None
     if needed[0]:
         h = split(g if gain is None else g * gain.to(compute), spec)

@@ -82,7 +82,7 @@ def normalize_batch(
         return y.to(output_dtype(x.dtype, spec, module.weight, module.bias))
     y, found = evaluate(x, spec, module.weight, module.bias, gate=gate, mask=mask)
     assert found is not None
-    empty = isinstance(found.count, int) and found.count == 0
+    empty = found.mean.numel() == 0 or (isinstance(found.count, int) and found.count == 0)
     if module.running_mean is not None and not empty and not recomputing():
         with torch.no_grad():
             counted = spec.axes == "batch" or momentum is None  # torch's instance norms count nothing
