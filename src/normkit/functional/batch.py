@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from normkit.functional.core import add_residual, write
+from normkit.functional.core import add_residual, make_spec, write
 from normkit.functional.evaluate import evaluate
 from normkit.functional.running import advance, moments
 from normkit.spec import Axes, Gate, NormSpec, OutputDtype, Rounding, check_eps
@@ -302,7 +302,7 @@ def _spec(
     gate: Tensor | None,
     gate_kind: Gate,
 ) -> NormSpec:
-    return NormSpec(
+    return make_spec(
         axes=axes,
         channel_dim=channel_dim,
         eps=eps,

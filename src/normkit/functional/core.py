@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -75,6 +76,21 @@ def norm(
             y = y.to(x.dtype)
     y = y if out is None else write(y, out)
     return y if stream is None else (y, stream)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _cached_spec(**fields: Any) -> NormSpec:
+    return NormSpec(**fields)
+
+
+def make_spec(**fields: Any) -> NormSpec:
+    """A NormSpec, built and checked once for each set of arguments: calls of a function repeat theirs."""
+    if torch.compiler.is_compiling():  # traced once; Dynamo does not take cached functions
+        return NormSpec(**fields)
+    try:
+        return _cached_spec(**fields)
+    except TypeError:  # an argument that cannot be hashed, or is wrong: NormSpec says what is
+        return NormSpec(**fields)
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from normkit.functional.core import norm
-from normkit.spec import Gate, NormSpec, OutputDtype, Rounding
+from normkit.functional.core import make_spec, norm
+from normkit.spec import Gate, OutputDtype, Rounding
 
 
 def group_norm(
@@ -70,7 +70,7 @@ def group_norm(
             f"num_groups={num_groups} does not divide the {channels} channels of input, shape {tuple(input.shape)}; "
             f"num_groups={fits} does"
         )
-    spec = NormSpec(
+    spec = make_spec(
         axes="group",
         channel_dim=channel_dim,
         groups=num_groups,

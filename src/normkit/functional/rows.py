@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from normkit.functional.core import as_shape, norm
+from normkit.functional.core import as_shape, make_spec, norm
 from normkit.reference import compute_dtype
 from normkit.spec import Gate, NormSpec, OutputDtype, Rounding, WeightShape, check_eps
 
@@ -58,7 +58,7 @@ def layer_norm(
     Differs from `torch.nn.functional.layer_norm`: any pair of input and parameter dtypes; the variance does not lose
     digits for a large mean; a negative eps is refused.
     """
-    spec = NormSpec(
+    spec = make_spec(
         channel_dim=_channel_dim(input, normalized_shape, channel_dim),
         eps=eps,
         has_weight=weight is not None,
@@ -124,7 +124,7 @@ def rms_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype, NormSpec())).eps if input.is_floating_point() else 0.0
     check_eps(eps)
-    spec = NormSpec(
+    spec = make_spec(
         channel_dim=_channel_dim(input, normalized_shape, channel_dim),
         groups=groups,
         partial=partial,

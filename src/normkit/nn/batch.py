@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.functional.batch import check_positive_eps
+from normkit.functional.core import make_spec
 from normkit.nn.running import Single, check_momentum, check_single, normalize_batch, normalize_running
 from normkit.spec import NormSpec, Rounding, check_eps
 
@@ -78,7 +79,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def spec(self) -> NormSpec:
         """What this module computes."""
         tracked = self.running_mean is not None
-        return NormSpec(
+        return make_spec(
             axes="batch",
             channel_dim=self.channel_dim,
             eps=self.eps,

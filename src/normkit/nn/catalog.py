@@ -45,7 +45,7 @@ class Entry:
         return self.build(dtype=dtype, **options) if self.has_parameters else self.build()
 
 
-def catalog(C: int = 12, H: int = 3) -> tuple[Entry, ...]:  # noqa: N803 - features and heads, as in the shapes
+def catalog(C: int = 12, H: int = 3) -> tuple[Entry, ...]:
     """Every norm of the package over C features in H heads or groups (H divides C)."""
     tokens, sequence, image = ((4, 5, C),), ((4, C, 5),), ((4, C, 3, 5),)
     video = ((4, C, 2, 3, 2),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.functional.core import make_spec
 from normkit.nn.running import check_momentum, normalize_batch, normalize_running
 from normkit.spec import NormSpec, Rounding, check_eps
 
@@ -74,7 +75,7 @@ class InstanceNorm(nn.modules.instancenorm._InstanceNorm):
     @property
     def spec(self) -> NormSpec:
         """What this module computes."""
-        return NormSpec(
+        return make_spec(
             axes="instance",
             channel_dim=self.channel_dim,
             eps=self.eps,
