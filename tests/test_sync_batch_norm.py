@@ -1,6 +1,7 @@
 """SyncBatchNorm over real processes with gloo: forward, backward and running statistics equal one process's."""
 
 import copy
+import multiprocessing
 import tempfile
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def worker(rank, case, folder):
 
 
 def spawn(function, count, *args):
-    mp.start_processes(function, args=args, nprocs=count, start_method="fork")
+    """Processes forked from a fresh server that has imported torch: this process may have threads by now."""
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "normkit"])
+    mp.start_processes(function, args=args, nprocs=count, start_method="forkserver")
 
 
 CASES = {
