@@ -144,11 +144,8 @@ def test_strided_and_transposed_input(entry):
     if inputs[0].dim() == 4:
         layouts["channels_last"] = [x.contiguous(memory_format=torch.channels_last) for x in inputs]
     for name, given in layouts.items():
-        if name == "expanded":
-            wanted_here = run(copy.deepcopy(module), [x.contiguous() for x in given])
-        else:
-            wanted_here = wanted
-        for a, b in zip(run(copy.deepcopy(module), given), wanted_here, strict=True):
+        same = run(copy.deepcopy(module), [x.contiguous() for x in given]) if name == "expanded" else wanted
+        for a, b in zip(run(copy.deepcopy(module), given), same, strict=True):
             for value, truth in zip(a, b, strict=True):
                 if truth is not None:  # sums in another order
                     torch.testing.assert_close(value, truth, rtol=1e-5, atol=2e-5, msg=f"{entry.name} {name}")

@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
     def statistics(self) -> Statistics:
         """Mean and square in x's own scale."""
-        mean = self.mean + self.correction
+        mean = (self.mean + self.correction).expand_as(self.square)
         if self.scale is None:
             return Statistics(mean, self.square, self.count)
         return Statistics(mean / self.scale, self.square / self.scale / self.scale, self.count)
@@ -308,10 +308,7 @@ def count_elements(x: Tensor, spec: NormSpec, mask: Tensor | None) -> Tensor | i
 
 def _count(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor | int:
     if valid is None:
-        n = 1
-        for d in dims:
-            n *= x.shape[d]
-        return n
+        return math.prod([x.shape[d] for d in dims])  # a list: torch.compile cannot trace a generator here
     count = valid.sum(dims, keepdim=True) if dims else valid.to(torch.int64)
     for d in dims:  # a dim that the mask does not have (the channels of a group) counts in full
         if valid.shape[d] == 1:
