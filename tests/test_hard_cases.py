@@ -46,7 +46,8 @@ def run(module, inputs):
 
 def check_against_float64(module, inputs, units, what, floor=1e-30):
     """Outputs within ``units`` of the dtype's spacing at the largest magnitude of each output and gradient."""
-    ours, truth = run(module, inputs), run(double(module), [x.double() for x in inputs])
+    exact = double(module)  # before the run moves any state
+    ours, truth = run(module, inputs), run(exact, [x.double() for x in inputs])
     for kind, a, b in zip(("output", "gradient"), ours, truth, strict=True):
         for i, (value, wanted) in enumerate(zip(a, b, strict=True)):
             assert (value is None) == (wanted is None)
@@ -78,8 +79,9 @@ def test_ordinary_input_follows_float64(entry, dtype):
 @every
 def test_every_pair_of_dtypes(entry, dtype, x_dtype):
     module = trained(entry.make(dtype))
+    exact = double(module)
     y = results(module(*entry.inputs(x_dtype)))
-    wanted = results(double(module)(*[x.double() for x in entry.inputs(x_dtype)]))
+    wanted = results(exact(*[x.double() for x in entry.inputs(x_dtype)]))
     for value, truth in zip(y, wanted, strict=True):
         assert value.dtype == x_dtype, "the output has the input's dtype"
         limit = 8 * max(ULP[x_dtype], ULP[dtype] if "frozen" in entry.name or "first" in entry.name else ULP[x_dtype])
@@ -156,10 +158,11 @@ def test_strided_and_transposed_input(entry):
 def test_large_means_and_extreme_scales(entry, shift, scale):
     """float32 input of mean 1e4 and spread 1e-3, of size 1e30, of size 1e-30."""
     module = trained(entry.make(torch.float32)).train()
-    inputs = [x * scale + shift for x in entry.inputs(torch.float32)]
+    x, *others = entry.inputs(torch.float32)
+    inputs, exact = [x * scale + shift, *others], double(module)
     if shift and "frozen" in entry.name:
         return  # statistics that are given: 1e4 is then no mean but a value, and y of order 1e4 loses nothing else
-    ours, truth = results(module(*inputs)), results(double(module)(*[x.double() for x in inputs]))
+    ours, truth = results(module(*inputs)), results(exact(*[x.double() for x in inputs]))
     for value, wanted in zip(ours, truth, strict=True):
         assert torch.isfinite(value).all()
         limit = 64 * 2**-23 * wanted.abs().max().clamp_min(1e-30)
@@ -177,7 +180,11 @@ def test_a_nan_row_stays_its_own_problem(entry):
     for value, wanted in zip(results(module(poisoned, *inputs[1:])), clean, strict=True):
         for row in range(wanted.shape[entry.batch_dim]):
             a, b = value.select(entry.batch_dim, row), wanted.select(entry.batch_dim, row)
-            assert torch.equal(a, b) if row != 1 else torch.isnan(a).all()
+            if row != 1:
+                assert torch.equal(a, b)
+            else:  # an output that x has no part in stays
+                assert torch.isnan(a).all() or torch.equal(a, b)
+    assert torch.isnan(results(module(poisoned, *inputs[1:]))[0]).any()
 
 
 @every
@@ -208,6 +215,8 @@ def test_compiled_by_inductor_equals_eager(entry):
 
 @every
 def test_gradients_first_and_second(entry):
+    if not entry.exact_gradient:
+        return
     module = trained(entry.make(torch.float64))
     names = [name for name, _ in module.named_parameters()]
     inputs = [x.narrow(0, 0, 2).requires_grad_() for x in entry.inputs()]
@@ -227,8 +236,8 @@ def test_wrong_input_raises(entry):
     inputs = entry.inputs(torch.float32)
     with pytest.raises(TypeError, match=r"int64|floating"):
         module(inputs[0].long(), *inputs[1:])
-    if "weightless" in entry.name:
-        return
+    if not entry.has_parameters or "weightless" in entry.name:
+        return  # any width is right
     with pytest.raises((ValueError, TypeError)) as raised:
         module(*[torch.cat([x] * 3, dim=d) if (d := wide_dim(entry, x)) is not None else x for x in inputs])
     assert any(c.isdigit() for c in str(raised.value)), "the message names the sizes"

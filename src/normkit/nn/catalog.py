@@ -29,10 +29,13 @@ class Entry:
     shapes: tuple[Shape, ...]
     """The shapes of the positional inputs; the first is x."""
     stateful: bool = False
-    """Training moves buffers (and, for PowerNorm, the gradient is not the derivative)."""
+    """Training moves buffers."""
     has_parameters: bool = True
     batch_dim: int = 0
     """The dim of x along which entries never meet in evaluation, so that a NaN stays its own."""
+
+    exact_gradient: bool = True
+    """False where the gradient is not the derivative, by design (PowerNorm)."""
 
     def inputs(self, dtype: torch.dtype = torch.float64, seed: int = 0, **options: object) -> tuple[Tensor, ...]:
         """Standard normal inputs, the same for the same seed."""
