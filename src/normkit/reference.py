@@ -28,6 +28,28 @@ class Statistics(NamedTuple):
     """How many elements share one statistic (a tensor under a mask)."""
 
 
+class Measured(NamedTuple):
+    """What a forward pass knows of each statistic and its backward needs: small tensors, reduced dims kept.
+
+    All are of ``x * scale`` (see `overflow_scale`), so that neither pass leaves the range of its dtype.
+    """
+
+    mean: Tensor
+    """The first estimate of the mean; zero where the spec is not centered."""
+    correction: Tensor
+    """What the first estimate missed: the mean of ``x - mean``. Kept apart, for their sum cannot hold it."""
+    square: Tensor
+    count: Tensor | int
+    scale: Tensor | None
+
+    def statistics(self) -> Statistics:
+        """Mean and square in x's own scale."""
+        mean = (self.mean + self.correction).expand_as(self.square)
+        if self.scale is None:
+            return Statistics(mean, self.square, self.count)
+        return Statistics(mean / self.scale, self.square / self.scale / self.scale, self.count)
+
+
 def normalize(
     x: Tensor,
     spec: NormSpec,
@@ -62,25 +84,46 @@ def normalize(
         TypeError: an input that is not floating point.
         ValueError: a missing, superfluous or wrongly shaped argument.
     """
+    return normalize_measured(x, spec, weight, bias, gate, mask, running_mean, running_var)[0]
+
+
+def normalize_measured(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    measured: Measured | None = None,
+) -> tuple[Tensor, Measured | None]:
+    """`normalize`, with what was measured on the way (None where running statistics were used).
+
+    ``measured`` given, x is not measured: it may be one part of what shares the statistics.
+    """
     _check(x, spec, weight, bias, gate, mask, running_mean, running_var)
     compute = compute_dtype(x.dtype, spec)
-    gate_factor = None if gate is None else _activate(gate.to(compute), spec)
     z = x.to(compute)
-    if mask is not None:  # padding may hold anything, and NaN times a zero gradient is NaN
-        z = torch.where(_align_mask(mask, spec, x.dim()), z, 0)
+    valid = None if mask is None else align_mask(mask, spec, x.dim())
+    if valid is not None:  # whatever padding holds, NaN too, enters neither the result nor a gradient
+        z = torch.where(valid, z, 0)
+        gate = gate if gate is None else torch.where(valid, gate, 0)
+    gate_factor = None if gate is None else _activate(gate.to(compute), spec)
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "before":
         z = z * gate_factor
-    gain = form_gain(weight, spec, x.dim())
+    gain = form_gain(weight, spec, x.dim(), compute)
     shift = None if bias is None else align(bias, spec, x.dim())
     if running_mean is not None and running_var is not None:
         y = _with_running(z, spec, gain, shift, running_mean, running_var, x.dtype)
     else:
-        y = _affine(_standardize(z, spec, mask), spec, gain, shift, x.dtype, weight)
+        normalized, measured = standardize(z, spec, mask, measured)
+        y = _affine(normalized, spec, gain, shift, x.dtype, weight)
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "after":
         y = y.to(compute) * gate_factor
-    if mask is not None:
-        y = torch.where(_align_mask(mask, spec, x.dim()), y, 0)
-    return y.to(output_dtype(x.dtype, spec, weight, bias))
+    if valid is not None:
+        y = torch.where(valid, y, 0)
+    return y.to(output_dtype(x.dtype, spec, weight, bias)), measured
 
 
 def statistics(x: Tensor, spec: NormSpec, mask: Tensor | None = None) -> Statistics:
@@ -90,9 +133,9 @@ def statistics(x: Tensor, spec: NormSpec, mask: Tensor | None = None) -> Statist
     For ``groups > 1`` the channel dim is split in two, and the statistics have that rank.
     """
     z = x.to(compute_dtype(x.dtype, spec))
-    valid = None if mask is None else _align_mask(mask, spec, x.dim())
-    _, mean, square, count = _center(_split(z, spec), spec, valid if valid is None else _split_mask(valid, spec))
-    return Statistics(mean, square, count)
+    if mask is not None:
+        z = torch.where(align_mask(mask, spec, x.dim()), z, 0)
+    return standardize(z, spec, mask)[1].statistics()
 
 
 def compute_dtype(dtype: torch.dtype, spec: NormSpec) -> torch.dtype:
@@ -113,13 +156,16 @@ def output_dtype(
     return dtype
 
 
-def form_gain(weight: Tensor | None, spec: NormSpec, ndim: int) -> Tensor | None:
-    """``weight_offset + weight``, in the dtype the spec forms it in, shaped to broadcast against the input."""
+def form_gain(weight: Tensor | None, spec: NormSpec, ndim: int, compute: torch.dtype = torch.float32) -> Tensor | None:
+    """``weight_offset + weight``, in the dtype the spec forms it in, shaped to broadcast against the input.
+
+    ``gain_dtype="float32"`` means the compute dtype, which is float64 for float64 input.
+    """
     if weight is None:
         return None
     if spec.weight_offset != 0:
         if spec.gain_dtype == "float32" and spec.rounding != "none":
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            weight = weight.to(torch.promote_types(weight.dtype, compute))
         weight = weight + spec.weight_offset
     return weight if spec.weight_shape != "features" else align(weight, spec, ndim)
 
@@ -147,11 +193,12 @@ def reduced_dims(spec: NormSpec, ndim: int) -> tuple[int, ...]:
     }[spec.axes]
 
 
-def _split(x: Tensor, spec: NormSpec) -> Tensor:
+def split(x: Tensor, spec: NormSpec) -> Tensor:
     """Cut the channel dim into (groups, channels of one group) where groups share a statistic."""
     if spec.groups > 1 or spec.axes == "group":
         assert isinstance(spec.channel_dim, int)
-        return x.unflatten(spec.channel_dim % x.dim(), (spec.groups, -1))
+        c = spec.channel_dim % x.dim()
+        return x.reshape(*x.shape[:c], spec.groups, x.shape[c] // spec.groups, *x.shape[c + 1 :])
     return x
 
 
@@ -163,61 +210,110 @@ def _split_mask(mask: Tensor, spec: NormSpec) -> Tensor:
     return mask
 
 
-def _standardize(z: Tensor, spec: NormSpec, mask: Tensor | None) -> Tensor:
-    """x̂: the input with its mean removed (if centered), divided by the root of its statistic."""
-    valid = None if mask is None else _align_mask(mask, spec, z.dim())
-    groups = _split(z, spec)
-    scale = _overflow_scale(groups, spec)
-    groups = groups if scale is None else groups * scale
-    d, _, s, _ = _center(groups, spec, None if valid is None else _split_mask(valid, spec))
-    eps: float | Tensor = spec.eps if scale is None else spec.eps * scale
-    if spec.eps_at == "variance":
-        normalized = d * torch.rsqrt(s + (eps if scale is None else eps * scale))
-    elif spec.eps_at == "std":
-        normalized = d / (_root(s) + eps)
+def standardize(
+    z: Tensor, spec: NormSpec, mask: Tensor | None, measured: Measured | None = None
+) -> tuple[Tensor, Measured]:
+    """x̂, the input with its mean removed (if centered) and divided by the root of its statistic; and the statistic."""
+    groups = split(z, spec)
+    if measured is None:
+        valid = None if mask is None else _split_mask(align_mask(mask, spec, z.dim()), spec)
+        scale = overflow_scale(groups, spec)
+        d, measured = _center(groups if scale is None else groups * scale, spec, valid, scale)
     else:
-        normalized = d / (torch.maximum(_root(s), eps) if isinstance(eps, Tensor) else _root(s).clamp_min(eps))
-    return normalized.reshape(z.shape) if groups.dim() == z.dim() else normalized.flatten(*_channel_pair(spec, z.dim()))
+        d = groups if measured.scale is None else groups * measured.scale
+        d = d - measured.mean - measured.correction if spec.centered else d
+    if spec.eps_at == "variance":
+        return merge(d * inverse_root(measured, spec), z), measured
+    return merge(d / _divisor(measured, spec), z), measured
 
 
-def _channel_pair(spec: NormSpec, ndim: int) -> tuple[int, int]:
-    assert isinstance(spec.channel_dim, int)
-    channel = spec.channel_dim % ndim
-    return channel, channel + 1
+def inverse_root(measured: Measured, spec: NormSpec) -> Tensor:
+    """What x - c is multiplied by."""
+    if spec.eps_at == "variance":
+        scale = measured.scale
+        return torch.rsqrt(measured.square + (spec.eps if scale is None else spec.eps * scale * scale))
+    return 1 / _divisor(measured, spec)
 
 
-def _center(x: Tensor, spec: NormSpec, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-    """(x - c, c, s, n) over the dims that share a statistic."""
-    dims = reduced_dims(spec, x.dim() - (1 if spec.groups > 1 or spec.axes == "group" else 0))
+def inverse_slope(measured: Measured, spec: NormSpec) -> Tensor:
+    """How the divisor follows its statistic: -(d inverse_root / d s) * 2 (x - c) is this times x̂."""
+    if spec.eps_at == "variance":
+        return inverse_root(measured, spec)
+    root = _root(measured.square)
+    moves = root > 0 if spec.eps_at == "std" else root > _scaled_eps(measured, spec)
+    return torch.where(moves, 1 / torch.where(moves, root, 1), 0)
+
+
+def _divisor(measured: Measured, spec: NormSpec) -> Tensor:
+    root, eps = _root(measured.square), _scaled_eps(measured, spec)
+    if spec.eps_at == "std":
+        return root + eps
+    return torch.maximum(root, eps) if isinstance(eps, Tensor) else root.clamp_min(eps)
+
+
+def _scaled_eps(measured: Measured, spec: NormSpec) -> float | Tensor:
+    return spec.eps if measured.scale is None else spec.eps * measured.scale
+
+
+def merge(groups: Tensor, like: Tensor) -> Tensor:
+    """Undo `split`."""
+    return groups.reshape(like.shape)
+
+
+def _center(x: Tensor, spec: NormSpec, valid: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Measured]:
+    """x - c and the statistic, over the dims that share one."""
+    dims = split_dims(x, spec)
     inside = x
     if spec.partial < 1:
         inside = x.narrow(dims[0], 0, partial_count(spec.partial, x.shape[dims[0]]))
     count = _count(inside, dims, valid)
+    mean = correction = torch.zeros((), dtype=x.dtype, device=x.device)
+    d, rest = x, inside
     if spec.centered:
         mean = _mean(inside, dims, valid, count)
         d, rest = x - mean, inside - mean
         if x.dtype not in _HALF:  # the mean's own rounding error, which grows with |mean| / std
             correction = _mean(rest, dims, valid, count)
-            d, rest, mean = d - correction, rest - correction, mean + correction
-    else:
-        d, rest, mean = x, inside, x
+            d, rest = d - correction, rest - correction
     if spec.statistic == "mean_square":
         s = _mean(rest.pow(2), dims, valid, count)
     else:
         s = _sum(rest.pow(2), dims, valid)
         if spec.statistic == "unbiased":
-            s = s / (count - 1)
-    return d, mean if spec.centered else torch.zeros_like(s), s, count
+            s = s / divisor(count, spec)
+    return d, Measured(mean, correction, s, count, scale)
+
+
+def divisor(count: Tensor | int, spec: NormSpec) -> Tensor | int:
+    """What the sum of squares is divided by. (A masked group may hold nothing: it has no output either.)"""
+    if spec.statistic == "sum":
+        return 1
+    n = count - 1 if spec.statistic == "unbiased" else count
+    return n.clamp_min(1) if isinstance(n, Tensor) else n
+
+
+def split_dims(groups: Tensor, spec: NormSpec) -> tuple[int, ...]:
+    """The dims that one statistic runs over, in an input whose groups were split off."""
+    return reduced_dims(spec, groups.dim() - (1 if spec.groups > 1 or spec.axes == "group" else 0))
+
+
+def count_elements(x: Tensor, spec: NormSpec, mask: Tensor | None) -> Tensor | int:
+    """How many elements of x share one statistic (a tensor under a mask, reduced dims kept, groups split off)."""
+    groups = split(x, spec)
+    valid = None if mask is None else _split_mask(align_mask(mask, spec, x.dim()), spec)
+    dims = split_dims(groups, spec)
+    inside = groups if spec.partial == 1 else groups.narrow(dims[0], 0, partial_count(spec.partial, x.shape[dims[0]]))
+    return _count(inside, dims, valid)
 
 
 def _count(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor | int:
     if valid is None:
-        return math.prod(x.shape[d] for d in dims)
-    count = valid.sum(dims, keepdim=True)
+        return math.prod([x.shape[d] for d in dims])  # a list: torch.compile cannot trace a generator here
+    count = valid.sum(dims, keepdim=True) if dims else valid.to(torch.int64)
     for d in dims:  # a dim that the mask does not have (the channels of a group) counts in full
         if valid.shape[d] == 1:
             count = count * x.shape[d]
-    return count.clamp_min(1)  # an all-padding group has no output; keep it from dividing by zero
+    return count
 
 
 def _sum(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor:
@@ -228,7 +324,7 @@ def _sum(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor:
 def _mean(x: Tensor, dims: tuple[int, ...], valid: Tensor | None, count: Tensor | int) -> Tensor:
     if valid is None:  # spelled as model code spells it, so that half-precision results keep its bits
         return x.mean(dims, keepdim=True) if dims else x
-    return _sum(x, dims, valid) / count
+    return _sum(x, dims, valid) / (count.clamp_min(1) if isinstance(count, Tensor) else count)
 
 
 def _root(s: Tensor) -> Tensor:
@@ -237,7 +333,7 @@ def _root(s: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, s, 1).sqrt(), torch.zeros_like(s))
 
 
-def _overflow_scale(x: Tensor, spec: NormSpec) -> Tensor | None:
+def overflow_scale(x: Tensor, spec: NormSpec) -> Tensor | None:
     """A power of two per statistic that keeps squares inside the dtype.
 
     A norm does not change when x and eps scale together, and a power of two rounds nothing: rows of ordinary size
@@ -246,7 +342,7 @@ def _overflow_scale(x: Tensor, spec: NormSpec) -> Tensor | None:
     """
     if x.dtype in _HALF or x.numel() == 0:
         return None
-    dims = reduced_dims(spec, x.dim() - (1 if spec.groups > 1 or spec.axes == "group" else 0))
+    dims = split_dims(x, spec)
     if not dims:
         return None
     largest = x.detach().abs().amax(dims, keepdim=True)
@@ -311,7 +407,8 @@ def _activate(gate: Tensor, spec: NormSpec) -> Tensor:
     return torch.nn.functional.silu(gate) if spec.gate[0] == "silu" else torch.sigmoid(gate)
 
 
-def _align_mask(mask: Tensor, spec: NormSpec, ndim: int) -> Tensor:
+def align_mask(mask: Tensor, spec: NormSpec, ndim: int) -> Tensor:
+    """A mask as booleans that broadcast against x."""
     assert isinstance(spec.channel_dim, int)
     return mask.to(torch.bool).unsqueeze(spec.channel_dim % ndim)
 
@@ -355,16 +452,10 @@ def _check(
             if tuple(buffer.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(buffer.shape)}; x of shape {tuple(x.shape)} needs {shape}")
     if spec.statistic == "unbiased" and running_mean is None and mask is None and x.numel() > 0:
-        n = partial_count(spec.partial, x.numel() // max(1, _statistic_count(x, spec)))
+        n = count_elements(x, spec, None)
+        assert isinstance(n, int)
         if n < 2:
             raise ValueError(f"statistic='unbiased' needs at least 2 elements; x of shape {tuple(x.shape)} gives {n}")
-
-
-def _statistic_count(x: Tensor, spec: NormSpec) -> int:
-    """How many separate statistics x has."""
-    groups = _split(x, spec)
-    dims = {d % groups.dim() for d in reduced_dims(spec, x.dim())}
-    return math.prod(size for d, size in enumerate(groups.shape) if d not in dims)
 
 
 def feature_shape(x: Tensor, spec: NormSpec) -> tuple[int, ...]:
@@ -383,14 +474,15 @@ def feature_shape(x: Tensor, spec: NormSpec) -> tuple[int, ...]:
 
 def _check_weight(weight: Tensor, spec: NormSpec, shape: tuple[int, ...], x: Tensor) -> None:
     if spec.weight_shape == "scalar":
-        ok, needs = weight.numel() == 1 and weight.dim() <= 1, "() or (1,)"
+        ok = weight.numel() == 1 and weight.dim() <= 1
     elif spec.weight_shape == "per_head":
         ok = 2 <= weight.dim() <= x.dim() and weight.shape[-1] == shape[0]
         ok = ok and all(w in (1, n) for w, n in zip(reversed(weight.shape), reversed(x.shape), strict=False))
-        needs = f"(..., heads, {shape[0]}) that broadcasts against x"
     else:
-        ok, needs = tuple(weight.shape) == shape, str(shape)
+        ok = tuple(weight.shape) == shape
     if not ok:
+        broadcasting = f"(..., heads, {shape[0]}) that broadcasts against x"
+        needs = {"scalar": "() or (1,)", "per_head": broadcasting, "features": str(shape)}[spec.weight_shape]
         raise ValueError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {needs}")
 
 

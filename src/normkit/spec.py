@@ -9,6 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -113,7 +114,7 @@ class NormSpec:
             raise ValueError(f"groups must be an integer >= 1; got {self.groups!r}")
         if not 0 < self.partial <= 1:
             raise ValueError(f"partial must be in (0, 1]; got {self.partial!r}")
-        if not math.isfinite(self.weight_offset):
+        if not -math.inf < self.weight_offset < math.inf:
             raise ValueError(f"weight_offset must be finite; got {self.weight_offset!r}")
         self._check_gate()
         self._check_contradictions()
@@ -133,44 +134,44 @@ class NormSpec:
     def _check_contradictions(self) -> None:
         on_features = self.axes == "features"
         single_dim = isinstance(self.channel_dim, int)
-        rules: list[tuple[bool, str]] = [
+        rules: list[tuple[bool, Callable[[], str]]] = [
             (
                 self.groups > 1 and self.axes in ("batch", "instance"),
-                f"groups={self.groups} has no meaning for axes={self.axes!r}; use axes='group' or 'features'",
+                lambda: f"groups={self.groups} has no meaning for axes={self.axes!r}; use axes='group' or 'features'",
             ),
             (
                 self.groups > 1 and not single_dim,
-                f"groups={self.groups} needs one channel_dim; got {self.channel_dim!r}",
+                lambda: f"groups={self.groups} needs one channel_dim; got {self.channel_dim!r}",
             ),
             (
                 self.partial < 1 and not (on_features and self.groups == 1 and single_dim),
-                f"partial={self.partial} needs axes='features' over one dim with groups=1",
+                lambda: f"partial={self.partial} needs axes='features' over one dim with groups=1",
             ),
             (
                 self.weight_shape == "per_head" and not (on_features and self.channel_dim == -1 and self.groups == 1),
-                "weight_shape='per_head' needs axes='features', channel_dim=-1 and groups=1",
+                lambda: "weight_shape='per_head' needs axes='features', channel_dim=-1 and groups=1",
             ),
             (
                 self.running is not None and self.axes not in ("batch", "instance"),
-                f"running={self.running!r} needs axes='batch' or 'instance'; got {self.axes!r}",
+                lambda: f"running={self.running!r} needs axes='batch' or 'instance'; got {self.axes!r}",
             ),
-            (self.frozen and self.axes != "batch", f"frozen=True needs axes='batch'; got {self.axes!r}"),
+            (self.frozen and self.axes != "batch", lambda: f"frozen=True needs axes='batch'; got {self.axes!r}"),
             (
                 self.frozen and self.running is not None,
-                f"frozen=True never updates its statistics, so running must be None; got {self.running!r}",
+                lambda: f"frozen=True never updates its statistics, so running must be None; got {self.running!r}",
             ),
             (
                 isinstance(self.running, float | int) and not 0 <= self.running <= 1,
-                f"running must be a momentum in [0, 1]; got {self.running!r}",
+                lambda: f"running must be a momentum in [0, 1]; got {self.running!r}",
             ),
             (
                 isinstance(self.running, str) and self.running != "cumulative",
-                f"running must be None, a momentum or 'cumulative'; got {self.running!r}",
+                lambda: f"running must be None, a momentum or 'cumulative'; got {self.running!r}",
             ),
         ]
         for broken, message in rules:
             if broken:
-                raise ValueError(message)
+                raise ValueError(message())
 
     @property
     def kind(self) -> Kind:
@@ -256,7 +257,7 @@ def check_eps(eps: float) -> None:
     """Refuse an eps that would give NaN silently (torch accepts a negative one)."""
     if isinstance(eps, bool) or not isinstance(eps, float | int):
         raise TypeError(f"eps must be a float >= 0; got {type(eps).__name__} {eps!r}")
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and >= 0; got {eps!r}")
 
 

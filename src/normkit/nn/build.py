@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit import functional as F
 from normkit.functional import as_shape
-from normkit.reference import normalize, statistics
+from normkit.nn.running import normalize_batch, normalize_running
 from normkit.spec import NormSpec
 
 
@@ -79,40 +79,9 @@ class Norm(nn.Module):
         if residual is not None:
             raise ValueError("residual= is not defined for a norm with running statistics; add before calling")
         if self.training and not self.spec.frozen:
-            self._track(x, gate, mask)
-            return normalize(x, self.spec, self.weight, self.bias, gate=gate, mask=mask)
-        return normalize(
-            x,
-            self.spec,
-            self.weight,
-            self.bias,
-            gate=gate,
-            mask=mask,
-            running_mean=self.running_mean,
-            running_var=self.running_var,
-        )
-
-    @torch.no_grad()
-    def _track(self, x: Tensor, gate: Tensor | None, mask: Tensor | None) -> None:
-        """Move the running statistics: the mean, and the unbiased variance, as torch accumulates it."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        if x.numel() == 0:
-            return
-        if gate is not None and self.spec.gate is not None and self.spec.gate[1] == "before":
-            activation = torch.nn.functional.silu if self.spec.gate[0] == "silu" else torch.sigmoid
-            x = x * activation(gate)
-        mean, square, count = statistics(x, self.spec.replace(statistic="mean_square"), mask)
-        var = square * (count / (count - 1)) if not isinstance(count, int) or count > 1 else square
-        self.num_batches_tracked += 1
-        cumulative = self.spec.running == "cumulative"
-        step = 1.0 / float(self.num_batches_tracked) if cumulative else float(self.spec.running or 0.0)
-        channel = self.spec.channel_dim % x.dim() if isinstance(self.spec.channel_dim, int) else -1
-        for buffer, value in ((self.running_mean, mean), (self.running_var, var)):
-            value = value.expand([1 if d != channel else -1 for d in range(x.dim())]) if value.dim() == 0 else value
-            per_channel = value.movedim(channel, 0).flatten(1).mean(1).expand(buffer.shape)
-            buffer.lerp_(per_channel.to(buffer.dtype), step)
+            momentum = None if self.spec.running == "cumulative" else self.spec.running
+            return normalize_batch(self, x, self.spec, gate=gate, mask=mask, momentum=momentum)  # type: ignore[arg-type]
+        return normalize_running(self, x, self.spec, gate=gate, mask=mask)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         return f"{self.features}, {self.spec}"

@@ -1,82 +1,15 @@
-"""Normalizations as functions: torch's positional arguments, more by keyword, any dtype pair."""
+"""layer_norm and rms_norm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
 
-from normkit.reference import compute_dtype, normalize
+from normkit.functional.core import as_shape, make_spec, norm
+from normkit.reference import compute_dtype
 from normkit.spec import Gate, NormSpec, OutputDtype, Rounding, WeightShape, check_eps
-
-__all__ = ["layer_norm", "norm", "rms_norm"]
-
-
-@overload
-def norm(
-    x: Tensor,
-    spec: NormSpec,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    gate: Tensor | None = None,
-    mask: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor: ...
-@overload
-def norm(
-    x: Tensor,
-    spec: NormSpec,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor,
-    gate: Tensor | None = None,
-    mask: Tensor | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
-def norm(
-    x: Tensor,
-    spec: NormSpec,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    mask: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Apply any NormSpec, optionally to a residual sum.
-
-    Args:
-        x: the input.
-        spec: what to compute; see `normkit.NormSpec` for formula and shapes.
-        weight: the stored gain.
-        bias: the bias.
-        residual: added to ``x`` first. The sum is rounded to the residual's dtype before the statistic.
-        gate: the second input of a gated norm, x's shape.
-        mask: valid positions (batch, instance and group statistics).
-        out: a tensor that receives the result; no gradient flows through it.
-
-    Returns:
-        ``y``, or ``(y, stream)`` with the residual sum. ``y`` has the dtype that the spec declares for an input of
-        x's dtype, also where the stream is wider.
-
-    Raises:
-        TypeError, ValueError: as `normkit.reference.normalize`, and where ``residual`` or ``out`` does not fit.
-    """
-    stream = None
-    if residual is None:
-        y = normalize(x, spec, weight, bias, gate=gate, mask=mask)
-    else:
-        stream = _add(x, residual)
-        y = normalize(stream, spec, weight, bias, gate=gate, mask=mask)
-        if spec.output_dtype == "input":
-            y = y.to(x.dtype)
-    y = y if out is None else _write(y, out)
-    return y if stream is None else (y, stream)
 
 
 def layer_norm(
@@ -125,7 +58,7 @@ def layer_norm(
     Differs from `torch.nn.functional.layer_norm`: any pair of input and parameter dtypes; the variance does not lose
     digits for a large mean; a negative eps is refused.
     """
-    spec = NormSpec(
+    spec = make_spec(
         channel_dim=_channel_dim(input, normalized_shape, channel_dim),
         eps=eps,
         has_weight=weight is not None,
@@ -191,7 +124,7 @@ def rms_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype, NormSpec())).eps if input.is_floating_point() else 0.0
     check_eps(eps)
-    spec = NormSpec(
+    spec = make_spec(
         channel_dim=_channel_dim(input, normalized_shape, channel_dim),
         groups=groups,
         partial=partial,
@@ -206,14 +139,6 @@ def rms_norm(
         gate=None if gate is None else gate_kind,
     )
     return norm(input, spec, weight, bias, residual=residual, gate=gate, out=out)  # type: ignore[arg-type]
-
-
-def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """``normalized_shape`` as torch reads it: an int is one dim."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape:
-        raise ValueError("normalized_shape must name at least one dim; got ()")
-    return shape
 
 
 def _channel_dim(x: Tensor, normalized_shape: int | Sequence[int], channel_dim: int) -> int | tuple[int, ...]:
@@ -239,22 +164,3 @@ def _weight_shape(weight: Tensor | None, normalized_shape: int | Sequence[int]) 
     if weight.dim() == 0 or (tuple(weight.shape) == (1,) and shape != (1,)):
         return "scalar"
     return "per_head" if weight.dim() > len(shape) else "features"
-
-
-def _add(x: Tensor, residual: Tensor) -> Tensor:
-    if residual.shape != x.shape:
-        raise ValueError(f"residual has shape {tuple(residual.shape)}; it must equal input's, {tuple(x.shape)}")
-    if not residual.is_floating_point():
-        raise TypeError(f"residual must be floating point; got {residual.dtype}")
-    return (x + residual).to(residual.dtype)
-
-
-def _write(y: Tensor, out: Tensor) -> Tensor:
-    if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
-        raise ValueError(
-            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; "
-            f"the result needs {tuple(y.shape)} {y.dtype} on {y.device}"
-        )
-    if torch.is_grad_enabled() and (y.requires_grad or out.requires_grad):
-        raise ValueError("out= takes no gradient; call under torch.no_grad() or leave out= away")
-    return out.copy_(y)

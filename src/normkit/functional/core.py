@@ -1,0 +1,122 @@
+"""`norm`: any NormSpec as a function; and what all families share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from normkit.functional.evaluate import evaluate
+from normkit.spec import NormSpec
+
+
+@overload
+def norm(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def norm(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def norm(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Apply any NormSpec, optionally to a residual sum.
+
+    Args:
+        x: the input.
+        spec: what to compute; see `normkit.NormSpec` for formula and shapes.
+        weight: the stored gain.
+        bias: the bias.
+        residual: added to ``x`` first. The sum is rounded to the residual's dtype before the statistic.
+        gate: the second input of a gated norm, x's shape.
+        mask: valid positions (batch, instance and group statistics).
+        out: a tensor that receives the result; no gradient flows through it.
+
+    Returns:
+        ``y``, or ``(y, stream)`` with the residual sum. ``y`` has the dtype that the spec declares for an input of
+        x's dtype, also where the stream is wider.
+
+    Raises:
+        TypeError, ValueError: as `normkit.reference.normalize`, and where ``residual`` or ``out`` does not fit.
+    """
+    stream = None
+    if residual is None:
+        y, _ = evaluate(x, spec, weight, bias, gate=gate, mask=mask)
+    else:
+        stream = add_residual(x, residual)
+        y, _ = evaluate(stream, spec, weight, bias, gate=gate, mask=mask)
+        if spec.output_dtype == "input":
+            y = y.to(x.dtype)
+    y = y if out is None else write(y, out)
+    return y if stream is None else (y, stream)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _cached_spec(**fields: Any) -> NormSpec:
+    return NormSpec(**fields)
+
+
+def make_spec(**fields: Any) -> NormSpec:
+    """A NormSpec, built and checked once for each set of arguments: calls of a function repeat theirs."""
+    if torch.compiler.is_compiling():  # traced once; Dynamo does not take cached functions
+        return NormSpec(**fields)
+    try:
+        return _cached_spec(**fields)
+    except TypeError:  # an argument that cannot be hashed, or is wrong: NormSpec says what is
+        return NormSpec(**fields)
+
+
+def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """``normalized_shape`` as torch reads it: an int is one dim."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape:
+        raise ValueError("normalized_shape must name at least one dim; got ()")
+    return shape
+
+
+def add_residual(x: Tensor, residual: Tensor) -> Tensor:
+    """The residual sum, rounded to the stream's dtype."""
+    if residual.shape != x.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}; it must equal input's, {tuple(x.shape)}")
+    if not residual.is_floating_point():
+        raise TypeError(f"residual must be floating point; got {residual.dtype}")
+    return (x + residual).to(residual.dtype)
+
+
+def write(y: Tensor, out: Tensor) -> Tensor:
+    """Copy a result to where the caller wants it."""
+    if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; "
+            f"the result needs {tuple(y.shape)} {y.dtype} on {y.device}"
+        )
+    if torch.is_grad_enabled() and (y.requires_grad or out.requires_grad):
+        raise ValueError("out= takes no gradient; call under torch.no_grad() or leave out= away")
+    return out.copy_(y)
