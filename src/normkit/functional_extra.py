@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from normkit.functional import norm
-from normkit.reference import statistics
 from normkit.spec import L2_NORMALIZE, SCALE_NORM, NormSpec, check_eps
 
 __all__ = [
@@ -153,7 +152,7 @@ def l2_spec(eps: float, has_weight: bool, channel_dim: int) -> NormSpec:
 
 
 def scale_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5, channel_dim: int = -1) -> Tensor:
-    r"""ScaleNorm (Nguyen and Salazar 2019, arXiv:1910.05895): ``y = weight * x / max(||x||_2, eps)``, one scalar weight.
+    r"""ScaleNorm (Nguyen and Salazar 2019, arXiv:1910.05895): ``y = weight * x / max(||x||_2, eps)``, weight a scalar.
 
     Args:
         x: ``(*, C)``; ``(N, C, ...)`` with ``channel_dim=1``.
@@ -224,19 +223,19 @@ def filter_response_norm(
     check_eps(eps)
     _needs_space(x)
     spec = FILTER_RESPONSE.replace(eps=eps, has_weight=False, has_bias=False)
-    z = _upcast(x)
+    z = blank(_upcast(x), mask, 1)
     if learned_eps is None:
         y = norm(z, spec, mask=mask)
     else:
-        square = statistics(z, spec, mask).square
         extra = learned_eps if learned_eps.numel() == 1 else _per_feature("learned_eps", learned_eps, z, 1)
-        y = z * torch.rsqrt(square + eps + extra.to(z.dtype).abs())
+        dims = list(range(2, z.dim()))
+        valid = torch.ones_like(z[:, :1]) if mask is None else mask.bool().unsqueeze(1).to(z.dtype)
+        root = _length(z, dims) / valid.sum(dims, keepdim=True).clamp_min(1).sqrt()
+        y = z / torch.hypot(root, (extra.to(z.dtype).abs() + eps).sqrt())
     y = _affine(y, weight, bias, 1)
     if tau is not None:
         y = torch.maximum(y, _per_feature("tau", tau, z, 1))
-    if mask is not None:
-        y = torch.where(mask.bool().unsqueeze(1), y, 0)
-    return y.to(x.dtype)
+    return blank(y, mask, 1).to(x.dtype)
 
 
 def global_response_norm(
@@ -320,6 +319,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
+def blank(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
+    """Zero where the mask (x's shape without the channel dim) is not True: NaN in the padding goes nowhere."""
+    if mask is None:
+        return x
+    channel = _channel(x, channel_dim)
+    wanted = tuple(n for d, n in enumerate(x.shape) if d != channel)
+    if tuple(mask.shape) != wanted:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; x of shape {tuple(x.shape)} needs {wanted}")
+    return torch.where(mask.bool().unsqueeze(channel), x, 0)
+
+
 def _upcast(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
@@ -389,7 +399,7 @@ def _same_device(name: str, parameter: Tensor, x: Tensor) -> None:
 
 def _length(x: Tensor, dims: list[int]) -> Tensor:
     """The L2 norm over dims: no overflow for large values, a zero gradient (and no NaN) at zero."""
-    if math.prod(x.shape[d] for d in dims) == 0 or x.numel() == 0:
+    if math.prod([x.shape[d] for d in dims]) == 0 or x.numel() == 0:
         return x.pow(2).sum(dims, keepdim=True)
     largest = x.detach().abs().amax(dims, keepdim=True)
     unit = torch.where((largest > 0) & torch.isfinite(largest), largest, 1)

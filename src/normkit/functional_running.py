@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.functional import norm
+from normkit.functional_extra import _upcast, blank
 from normkit.reference import align, statistics
 from normkit.spec import NormSpec
 
@@ -49,7 +50,8 @@ def batch_renorm(
         TypeError, ValueError: as `normkit.functional.norm`.
     """
     plain = NormSpec(axes="batch", channel_dim=spec.channel_dim, eps=spec.eps, has_weight=False)
-    z = _upcast(x)
+    assert isinstance(plain.channel_dim, int)
+    z = blank(_upcast(x), mask, plain.channel_dim)
     normalized = norm(z, plain, mask=mask)
     with torch.no_grad():
         mean, square, _ = statistics(z.detach(), plain, mask)
@@ -98,7 +100,7 @@ def power_norm(
         TypeError: integer input.
     """
     spec = NormSpec(axes="batch", channel_dim=channel_dim, centered=False, eps=eps, has_weight=False)
-    z = _upcast(x)
+    z = blank(_upcast(x), mask, channel_dim)
     inverse = torch.rsqrt(square.detach().to(z.dtype) + eps)
     normalized = z * align(inverse, spec, z.dim())
     valid = None if mask is None else mask.bool().unsqueeze(channel_dim % x.dim())
@@ -111,20 +113,19 @@ class _Approximate(torch.autograd.Function):
     """The identity, with the paper's gradient g - nu * x̂ in place of g; the backward moves nu."""
 
     @staticmethod
-    def forward(ctx, normalized: Tensor, nu: Tensor, valid: Tensor | None, alpha: float, channel: int) -> Tensor:  # noqa: ANN001
+    def forward(ctx, normalized: Tensor, nu: Tensor, valid: Tensor | None, alpha: float, channel: int) -> Tensor:
         ctx.save_for_backward(normalized, valid)
         ctx.nu, ctx.alpha, ctx.channel = nu, alpha, channel
         return normalized.view_as(normalized)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # noqa: ANN001, ANN205
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         normalized, valid = ctx.saved_tensors
         channel = ctx.channel
         dims = [d for d in range(normalized.dim()) if d != channel]
         shape = [-1 if d == channel else 1 for d in range(normalized.dim())]
         nu = ctx.nu.detach().to(normalized.dtype, copy=True).reshape(shape)
-        if valid is not None:  # NaN in the padding must not pass
-            gradient, normalized = (torch.where(valid, t, 0) for t in (gradient, normalized))
         with torch.no_grad():
             if normalized.numel() > 0:
                 n = normalized.numel() // nu.numel() if valid is None else valid.sum().clamp_min(1)
@@ -135,18 +136,10 @@ class _Approximate(torch.autograd.Function):
         return gradient - nu * normalized, None, None, None, None
 
 
-def _upcast(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _affine(y: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     if weight is not None:
         y = y * align(weight.to(y.dtype), spec, y.dim())
     if bias is not None:
         y = y + align(bias.to(y.dtype), spec, y.dim())
-    if mask is not None:
-        assert isinstance(spec.channel_dim, int)
-        y = torch.where(mask.bool().unsqueeze(spec.channel_dim % y.dim()), y, 0)
-    return y
+    assert isinstance(spec.channel_dim, int)
+    return blank(y, mask, spec.channel_dim)

@@ -49,7 +49,9 @@ class _Conditioned(nn.Module):
             )
         if not condition.is_floating_point():
             raise TypeError(f"condition must be floating point; got {condition.dtype}")
-        vectors = list(E.linear(nn.functional.silu(condition), self.linear.weight, self.linear.bias).chunk(self._parts, -1))
+        vectors = list(
+            E.linear(nn.functional.silu(condition), self.linear.weight, self.linear.bias).chunk(self._parts, -1)
+        )
         y = E.modulate(norm(E._upcast(x), self.spec), vectors[0], vectors[1])
         return y.to(x.dtype), vectors
 

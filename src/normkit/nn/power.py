@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.functional import norm
+from normkit.functional_extra import blank
 from normkit.functional_running import power_norm
 from normkit.nn._shared import Device, count, empty, fill, number, recomputing
 from normkit.reference import normalize, statistics
@@ -76,7 +77,9 @@ class PowerNorm(nn.Module):
         super().__init__()
         self.num_features = count("num_features", num_features)
         self.alpha = number("alpha", alpha, 0.0, 1.0)
-        self.alpha_backward = self.alpha if alpha_backward is None else number("alpha_backward", alpha_backward, 0.0, 1.0)
+        self.alpha_backward = (
+            self.alpha if alpha_backward is None else number("alpha_backward", alpha_backward, 0.0, 1.0)
+        )
         self.warmup = count("warmup", warmup, least=0)
         self.groups = groups
         if groups is not None and num_features % count("groups", groups):
@@ -115,8 +118,10 @@ class PowerNorm(nn.Module):
         """Normalize; in training, move the running quadratic mean."""
         channel = self.spec.channel_dim
         if input.dim() < 2 or input.shape[channel] != self.num_features:  # type: ignore[index]
-            raise ValueError(f"dim {channel} of input must be num_features={self.num_features}; got {tuple(input.shape)}")
-        x = input
+            raise ValueError(
+                f"dim {channel} of input must be num_features={self.num_features}; got {tuple(input.shape)}"
+            )
+        x = blank(input, mask, channel)  # type: ignore[arg-type]
         if self.groups is not None:
             scaling = NormSpec(
                 channel_dim=channel, centered=False, eps=self.spec.eps, groups=self.groups, has_weight=False
@@ -161,4 +166,6 @@ class PowerNorm(nn.Module):
         return torch.where(warming, square, self.previous_square.to(square.dtype))
 
     def extra_repr(self) -> str:
-        return f"{self.num_features}, eps={self.spec.eps}, alpha={self.alpha}, warmup={self.warmup}, groups={self.groups}"
+        return (
+            f"{self.num_features}, eps={self.spec.eps}, alpha={self.alpha}, warmup={self.warmup}, groups={self.groups}"
+        )

@@ -22,7 +22,13 @@ class HeadNorm(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, spec: NormSpec, heads: int | None, features: int, layout: Layout, device: Device, dtype: torch.dtype | None
+        self,
+        spec: NormSpec,
+        heads: int | None,
+        features: int,
+        layout: Layout,
+        device: Device,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.spec = spec

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from normkit.functional_extra import blank
 from normkit.functional_running import batch_renorm
 from normkit.nn._shared import Device, count, empty, fill, number, recomputing
 from normkit.reference import normalize, statistics
@@ -238,9 +239,9 @@ class GhostBatchNorm(_Batch):
     Raises:
         ValueError, TypeError: an argument outside its domain; one value per channel in a part.
 
-    Half precision: statistics and result in float32, rounded once. Differs from `torch.nn.BatchNorm2d`, whose state_dict
-    keys it has, by the parts; ``running_var`` takes torch's unbiased variance where the paper averages standard
-    deviations, and the running average goes part by part, which is how the paper's sum of powers is read here.
+    Half precision: statistics and result in float32, rounded once. Differs from `torch.nn.BatchNorm2d`, whose
+    state_dict keys it has, by the parts; ``running_var`` takes torch's unbiased variance where the paper averages
+    standard deviations, and the running average goes part by part, which is how the paper's sum of powers is read here.
     ``num_batches_tracked`` counts batches, not parts. An empty batch, or a part that is all padding, does not count.
     """
 
@@ -274,10 +275,10 @@ class GhostBatchNorm(_Batch):
         self._check(input)
         if not self.training:
             mean, var = self.running_mean, self.running_var
-            return normalize(
-                input, self.spec, self.weight, self.bias, mask=mask, running_mean=mean, running_var=var
-            )
-        parts = input.tensor_split(max(1, input.shape[0] // self.ghost_size))
+            return normalize(input, self.spec, self.weight, self.bias, mask=mask, running_mean=mean, running_var=var)
+        parts = blank(input, mask, self.spec.channel_dim).tensor_split(  # type: ignore[arg-type]
+            max(1, input.shape[0] // self.ghost_size)
+        )
         if 0 < parts[-1].numel() <= self.num_features:  # the last part is never the larger one
             raise ValueError(
                 f"a part of shape {tuple(parts[-1].shape)} has one value per channel; use a larger ghost_size than "

@@ -134,6 +134,9 @@ class GlobalResponseNorm(nn.Module):
     layer starts as the identity; they have shape ``(C,)`` where the authors' checkpoints hold ``(1, 1, 1, C)``.
     """
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         num_features: int,

@@ -1,0 +1,103 @@
+"""One line a norm: how to build it and an input that suits it, for tests and benchmarks to loop over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normkit.nn.adaptive import AdaLayerNorm, AdaLayerNormZero, SeeDNorm
+from normkit.nn.gated import GatedRMSNorm
+from normkit.nn.lengths import L2Norm, PixelNorm, ScaleNorm
+from normkit.nn.pointwise import Derf, DynamicTanh, LayerScale
+from normkit.nn.power import PowerNorm
+from normkit.nn.qk import QKNorm
+from normkit.nn.recurrent import (
+    LayerNormGRU,
+    LayerNormGRUCell,
+    LayerNormLSTM,
+    LayerNormLSTMCell,
+    RMSNormGRU,
+    RMSNormGRUCell,
+    RMSNormLSTM,
+    RMSNormLSTMCell,
+)
+from normkit.nn.renorm import BatchRenorm, GhostBatchNorm
+from normkit.nn.response import TLU, FilterResponseNorm, GlobalResponseNorm
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A norm, ready to be built and called."""
+
+    name: str
+    build: Callable[..., nn.Module]
+    """Takes device= and dtype= where the module has parameters."""
+    shapes: tuple[Shape, ...]
+    """The shapes of the positional inputs; the first is x."""
+    stateful: bool = False
+    """Training moves buffers (and, for PowerNorm, the gradient is not the derivative)."""
+    has_parameters: bool = True
+    batch_dim: int = 0
+    """The dim of x along which entries never meet in evaluation, so that a NaN stays its own."""
+
+    def inputs(self, dtype: torch.dtype = torch.float64, seed: int = 0, **options: object) -> tuple[Tensor, ...]:
+        """Standard normal inputs, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes)
+        return tuple(t.to(dtype=dtype, **options) for t in drawn)  # type: ignore[call-overload]
+
+    def make(self, dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:
+        """The module, with parameters of ``dtype``."""
+        return self.build(dtype=dtype, **options) if self.has_parameters else self.build()
+
+
+C, H = 12, 3  # features, heads
+TOKENS: tuple[Shape, ...] = ((4, 5, C),)
+IMAGE: tuple[Shape, ...] = ((4, C, 3, 5),)
+
+CATALOG: tuple[Entry, ...] = (
+    Entry("dynamic_tanh", lambda **f: DynamicTanh(C, **f), TOKENS),
+    Entry("dynamic_tanh_channels", lambda **f: DynamicTanh(C, channel_dim=1, **f), IMAGE),
+    Entry("derf", lambda **f: Derf(C, **f), TOKENS),
+    Entry("derf_channels", lambda **f: Derf(C, channel_dim=1, shift_init=0.1, **f), IMAGE),
+    Entry("layer_scale", lambda **f: LayerScale(C, 0.1, **f), TOKENS),
+    Entry("scale_norm", lambda **f: ScaleNorm(C, **f), TOKENS),
+    Entry("l2_norm", lambda **f: L2Norm(), TOKENS, has_parameters=False),
+    Entry("l2_norm_gain", lambda **f: L2Norm(C, init=20.0, channel_dim=1, **f), IMAGE),
+    Entry("pixel_norm", lambda **f: PixelNorm(), IMAGE, has_parameters=False),
+    Entry("filter_response_norm", lambda **f: FilterResponseNorm(C, **f), IMAGE),
+    Entry("filter_response_norm_eps", lambda **f: FilterResponseNorm(C, learned_eps=1e-4, tlu=False, **f), IMAGE),
+    Entry("tlu", lambda **f: TLU(C, **f), IMAGE),
+    Entry("global_response_norm", lambda **f: GlobalResponseNorm(C, **f), ((4, 3, 5, C),)),
+    Entry("global_response_norm_channels", lambda **f: GlobalResponseNorm(C, channel_dim=1, **f), IMAGE),
+    Entry("seed_norm", lambda **f: SeeDNorm(C, **f), TOKENS),
+    Entry("seed_norm_heads", lambda **f: SeeDNorm(C, heads=H, **f), TOKENS),
+    Entry("ada_layer_norm", lambda **f: AdaLayerNorm(C, 7, **f), ((4, 5, C), (4, 7))),
+    Entry("ada_layer_norm_zero", lambda **f: AdaLayerNormZero(C, 7, **f), ((4, 5, C), (4, 7))),
+    Entry("ada_rms_norm", lambda **f: AdaLayerNorm(C, 7, centered=False, **f), ((4, 5, C), (4, 7))),
+    Entry("gated_before", lambda **f: GatedRMSNorm(C, groups=H, **f), ((4, 5, C), (4, 5, C))),
+    Entry(
+        "gated_after",
+        lambda **f: GatedRMSNorm(C, gate_position="after", output_dtype="input", **f),
+        ((4, 5, C), (4, 5, C)),
+    ),
+    Entry("qk_head", lambda **f: QKNorm(4, **f), ((4, 5, H, 4), (4, 6, H, 4))),
+    Entry("qk_per_head", lambda **f: QKNorm(4, 3, 1, scope="per_head", **f), ((4, 5, H, 4), (4, 6, 1, 4))),
+    Entry("qk_full", lambda **f: QKNorm(4, 3, 1, scope="full", **f), ((4, 5, C), (4, 6, 4))),
+    Entry("batch_renorm", lambda **f: BatchRenorm(C, r_max=3.0, d_max=5.0, **f), IMAGE, stateful=True),
+    Entry("ghost_batch_norm", lambda **f: GhostBatchNorm(C, 2, **f), IMAGE, stateful=True),
+    Entry("power_norm", lambda **f: PowerNorm(C, warmup=1, **f), TOKENS, stateful=True),
+    Entry("layer_norm_gru_cell", lambda **f: LayerNormGRUCell(5, C, **f), ((4, 5), (4, C))),
+    Entry("rms_norm_gru_cell", lambda **f: RMSNormGRUCell(5, C, per_gate=True, **f), ((4, 5), (4, C))),
+    Entry("layer_norm_lstm_cell", lambda **f: LayerNormLSTMCell(5, C, **f), ((4, 5),)),
+    Entry("rms_norm_lstm_cell", lambda **f: RMSNormLSTMCell(5, C, per_gate=True, **f), ((4, 5),)),
+    Entry("layer_norm_gru", lambda **f: LayerNormGRU(5, C, **f), ((3, 4, 5),), batch_dim=1),
+    Entry("rms_norm_gru", lambda **f: RMSNormGRU(5, C, **f), ((3, 4, 5),), batch_dim=1),
+    Entry("layer_norm_lstm", lambda **f: LayerNormLSTM(5, C, **f), ((3, 4, 5),), batch_dim=1),
+    Entry("rms_norm_lstm", lambda **f: RMSNormLSTM(5, C, **f), ((3, 4, 5),), batch_dim=1),
+)
