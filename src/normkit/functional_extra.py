@@ -51,7 +51,7 @@ def dynamic_tanh(
         TypeError: integer input.
         ValueError: a parameter whose shape or device does not fit.
     """
-    z = _upcast(x)
+    z = upcast(x)
     y = torch.tanh(_scalar("alpha", alpha, z) * z)
     return _affine(y, weight, bias, channel_dim).to(x.dtype)
 
@@ -82,7 +82,7 @@ def derf(
         TypeError: integer input.
         ValueError: a parameter whose shape or device does not fit.
     """
-    z = _upcast(x)
+    z = upcast(x)
     y = torch.erf(_scalar("alpha", alpha, z) * z + _scalar("shift", shift, z))
     return _affine(y, weight, bias, channel_dim).to(x.dtype)
 
@@ -102,7 +102,7 @@ def layer_scale(x: Tensor, weight: Tensor, *, channel_dim: int = -1) -> Tensor:
         TypeError: integer input.
         ValueError: a weight whose shape or device does not fit.
     """
-    return _affine(_upcast(x), weight, None, channel_dim).to(x.dtype)
+    return _affine(upcast(x), weight, None, channel_dim).to(x.dtype)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         TypeError: integer input.
         ValueError: shift or scale that does not fit x.
     """
-    z = _upcast(x)
-    return (z * (1 + _per_sample("scale", scale, z)) + _per_sample("shift", shift, z)).to(x.dtype)
+    z = upcast(x)
+    return (z * (1 + per_sample("scale", scale, z)) + per_sample("shift", shift, z)).to(x.dtype)
 
 
 def l2_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-12, channel_dim: int = -1) -> Tensor:
@@ -223,18 +223,18 @@ def filter_response_norm(
     check_eps(eps)
     _needs_space(x)
     spec = FILTER_RESPONSE.replace(eps=eps, has_weight=False, has_bias=False)
-    z = blank(_upcast(x), mask, 1)
+    z = blank(upcast(x), mask, 1)
     if learned_eps is None:
         y = norm(z, spec, mask=mask)
     else:
-        extra = learned_eps if learned_eps.numel() == 1 else _per_feature("learned_eps", learned_eps, z, 1)
+        extra = learned_eps if learned_eps.numel() == 1 else per_feature("learned_eps", learned_eps, z, 1)
         dims = list(range(2, z.dim()))
         valid = torch.ones_like(z[:, :1]) if mask is None else mask.bool().unsqueeze(1).to(z.dtype)
         root = _length(z, dims) / valid.sum(dims, keepdim=True).clamp_min(1).sqrt()
         y = z / torch.hypot(root, (extra.to(z.dtype).abs() + eps).sqrt())
     y = _affine(y, weight, bias, 1)
     if tau is not None:
-        y = torch.maximum(y, _per_feature("tau", tau, z, 1))
+        y = torch.maximum(y, per_feature("tau", tau, z, 1))
     return blank(y, mask, 1).to(x.dtype)
 
 
@@ -261,7 +261,7 @@ def global_response_norm(
     """
     check_eps(eps)
     _needs_space(x)
-    z = _upcast(x)
+    z = upcast(x)
     channel = _channel(z, channel_dim)
     response = _length(z, [d for d in range(1, z.dim()) if d != channel])
     average = response.mean(channel, keepdim=True)
@@ -300,16 +300,16 @@ def seed_norm(
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit, or heads that do not divide the features.
     """
-    z = _upcast(x)
+    z = upcast(x)
     normalized = norm(z, NormSpec(centered=False, eps=eps, has_weight=False))
-    b = _per_feature("beta", beta, z, -1)
-    a = _per_feature("alpha", alpha, z, -1)
+    b = per_feature("beta", beta, z, -1)
+    a = per_feature("alpha", alpha, z, -1)
     features = z.shape[-1]
     if heads < 1 or features % heads:
         raise ValueError(f"heads={heads} must be >= 1 and divide the {features} features of x")
     dots = (z * b).unflatten(-1, (heads, features // heads)).sum(-1, keepdim=True)
     dynamic = torch.tanh(dots).expand(*dots.shape[:-1], features // heads).reshape(z.shape) * a
-    gain = dynamic + (1 if weight is None else _per_feature("weight", weight, z, -1))
+    gain = dynamic + (1 if weight is None else per_feature("weight", weight, z, -1))
     return (gain * normalized).to(x.dtype)
 
 
@@ -330,7 +330,7 @@ def blank(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
     return torch.where(mask.bool().unsqueeze(channel), x, 0)
 
 
-def _upcast(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -338,8 +338,8 @@ def _upcast(x: Tensor) -> Tensor:
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, channel_dim: int) -> Tensor:
     if weight is not None:
-        y = y * _per_feature("weight", weight, y, channel_dim)
-    return y if bias is None else y + _per_feature("bias", bias, y, channel_dim)
+        y = y * per_feature("weight", weight, y, channel_dim)
+    return y if bias is None else y + per_feature("bias", bias, y, channel_dim)
 
 
 def _channel(x: Tensor, channel_dim: int) -> int:
@@ -355,7 +355,7 @@ def _needs_space(x: Tensor) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}; it needs a batch, a channel and at least one space dim")
 
 
-def _per_feature(name: str, parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+def per_feature(name: str, parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     """A parameter in x's dtype, shaped to broadcast over x: trailing dims, or dim 1."""
     channel = _channel(x, channel_dim)
     n = parameter.dim()
@@ -378,7 +378,7 @@ def _scalar(name: str, parameter: Tensor, x: Tensor) -> Tensor:
     return parameter.reshape(()).to(x.dtype)
 
 
-def _per_sample(name: str, value: Tensor, x: Tensor) -> Tensor:
+def per_sample(name: str, value: Tensor, x: Tensor) -> Tensor:
     """Shape ``(B, C)`` (or more leading dims) to broadcast against ``(B, ..., C)``."""
     lead = value.dim() - 1
     fits = 1 <= value.dim() <= x.dim() and value.shape[-1] == x.shape[-1]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.functional import norm
-from normkit.functional_extra import _upcast, blank
+from normkit.functional_extra import upcast, blank
 from normkit.reference import align, statistics
 from normkit.spec import NormSpec
 
@@ -51,7 +51,7 @@ def batch_renorm(
     """
     plain = NormSpec(axes="batch", channel_dim=spec.channel_dim, eps=spec.eps, has_weight=False)
     assert isinstance(plain.channel_dim, int)
-    z = blank(_upcast(x), mask, plain.channel_dim)
+    z = blank(upcast(x), mask, plain.channel_dim)
     normalized = norm(z, plain, mask=mask)
     with torch.no_grad():
         mean, square, _ = statistics(z.detach(), plain, mask)
@@ -100,7 +100,7 @@ def power_norm(
         TypeError: integer input.
     """
     spec = NormSpec(axes="batch", channel_dim=channel_dim, centered=False, eps=eps, has_weight=False)
-    z = blank(_upcast(x), mask, channel_dim)
+    z = blank(upcast(x), mask, channel_dim)
     inverse = torch.rsqrt(square.detach().to(z.dtype) + eps)
     normalized = z * align(inverse, spec, z.dim())
     valid = None if mask is None else mask.bool().unsqueeze(channel_dim % x.dim())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Device = torch.device | str | None
 
@@ -34,10 +34,15 @@ def empty(shape: Sequence[int], device: Device, dtype: torch.dtype | None) -> nn
     return nn.Parameter(torch.empty(tuple(shape), device=device, dtype=dtype))
 
 
-def fill(parameter: nn.Parameter | torch.Tensor | None, value: float) -> None:
+def fill(parameter: nn.Parameter | Tensor | None, value: float) -> None:
     """Set every entry, where there is a parameter."""
     if parameter is not None:
         nn.init.constant_(parameter, value)
+
+
+def move(buffer: Tensor, value: Tensor, share: Tensor) -> None:
+    """``buffer += share * (value - buffer)``, one value a channel; the share is a tensor of the statistics' dtype."""
+    buffer.lerp_(value.reshape(-1).to(buffer.dtype), share.to(buffer.dtype).expand_as(buffer))
 
 
 def recomputing() -> bool:

@@ -52,7 +52,7 @@ class _Conditioned(nn.Module):
         vectors = list(
             E.linear(nn.functional.silu(condition), self.linear.weight, self.linear.bias).chunk(self._parts, -1)
         )
-        y = E.modulate(norm(E._upcast(x), self.spec), vectors[0], vectors[1])
+        y = E.modulate(norm(E.upcast(x), self.spec), vectors[0], vectors[1])
         return y.to(x.dtype), vectors
 
     def extra_repr(self) -> str:
@@ -148,7 +148,7 @@ class AdaLayerNormZero(_Conditioned):
     def forward(self, input: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """The modulated norm, and the gate."""
         y, vectors = self._modulated(input, condition)
-        return y, E._per_sample("gate", vectors[2], y)
+        return y, E.per_sample("gate", vectors[2], y)
 
 
 class SeeDNorm(nn.Module):

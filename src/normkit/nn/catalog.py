@@ -96,8 +96,8 @@ CATALOG: tuple[Entry, ...] = (
     Entry("rms_norm_gru_cell", lambda **f: RMSNormGRUCell(5, C, per_gate=True, **f), ((4, 5), (4, C))),
     Entry("layer_norm_lstm_cell", lambda **f: LayerNormLSTMCell(5, C, **f), ((4, 5),)),
     Entry("rms_norm_lstm_cell", lambda **f: RMSNormLSTMCell(5, C, per_gate=True, **f), ((4, 5),)),
-    Entry("layer_norm_gru", lambda **f: LayerNormGRU(5, C, **f), ((3, 4, 5),), batch_dim=1),
-    Entry("rms_norm_gru", lambda **f: RMSNormGRU(5, C, **f), ((3, 4, 5),), batch_dim=1),
-    Entry("layer_norm_lstm", lambda **f: LayerNormLSTM(5, C, **f), ((3, 4, 5),), batch_dim=1),
-    Entry("rms_norm_lstm", lambda **f: RMSNormLSTM(5, C, **f), ((3, 4, 5),), batch_dim=1),
+    Entry("layer_norm_gru", lambda **f: LayerNormGRU(5, C, **f), ((2, 4, 5),), batch_dim=1),
+    Entry("rms_norm_gru", lambda **f: RMSNormGRU(5, C, **f), ((2, 4, 5),), batch_dim=1),
+    Entry("layer_norm_lstm", lambda **f: LayerNormLSTM(5, C, **f), ((2, 4, 5),), batch_dim=1),
+    Entry("rms_norm_lstm", lambda **f: RMSNormLSTM(5, C, **f), ((2, 4, 5),), batch_dim=1),
 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from normkit.functional import norm
 from normkit.functional_extra import blank
 from normkit.functional_running import power_norm
-from normkit.nn._shared import Device, count, empty, fill, number, recomputing
+from normkit.nn._shared import Device, count, empty, fill, move, number, recomputing
 from normkit.reference import normalize, statistics
 from normkit.spec import NormSpec
 
@@ -158,10 +158,8 @@ class PowerNorm(nn.Module):
         warming = step <= self.warmup
         if not repeated:
             seen = torch.ones_like(step) if mask is None else mask.bool().any().long()
-            share = torch.where(warming, 1 / step, 1 - self.alpha) * seen
-            self.running_square.lerp_(
-                square.to(self.running_square.dtype), share.to(self.running_square.dtype).expand_as(square)
-            )
+            average, moving = 1 / step.to(square.dtype), torch.full_like(square[0], 1 - self.alpha)
+            move(self.running_square, square, torch.where(warming, average, moving) * seen)
             self.num_batches_tracked.add_(seen)
         return torch.where(warming, square, self.previous_square.to(square.dtype))
 

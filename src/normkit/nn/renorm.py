@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.functional_extra import blank
 from normkit.functional_running import batch_renorm
-from normkit.nn._shared import Device, count, empty, fill, number, recomputing
+from normkit.nn._shared import Device, count, empty, fill, move, number, recomputing
 from normkit.reference import normalize, statistics
 from normkit.spec import NormSpec
 
@@ -170,6 +170,7 @@ class BatchRenorm(_Batch):
         self._check(input)
         if not self.training:
             spec = self.spec.replace(eps=0.0)  # running_std has eps inside
+            wide = torch.promote_types(input.dtype, torch.float32)
             return normalize(
                 input,
                 spec,
@@ -177,7 +178,7 @@ class BatchRenorm(_Batch):
                 self.bias,
                 mask=mask,
                 running_mean=self.running_mean,
-                running_var=self.running_std.to(torch.promote_types(self.running_std.dtype, torch.float32)).square(),
+                running_var=self.running_std.to(torch.promote_types(self.running_std.dtype, wide)).square(),
             )
         repeated = recomputing()
         if not repeated:
@@ -199,13 +200,10 @@ class BatchRenorm(_Batch):
         if not repeated and input.numel() > 0:
             with torch.no_grad():
                 seen = torch.ones_like(self.num_batches_tracked) if mask is None else mask.bool().any().long()
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self._step(seen, mean))
-                self.running_std.lerp_(std.to(self.running_std.dtype), self._step(seen, std))
+                move(self.running_mean, mean, self.momentum * seen.to(mean.dtype))
+                move(self.running_std, std, self.momentum * seen.to(std.dtype))
                 self.num_batches_tracked.add_(seen)
         return y
-
-    def _step(self, seen: Tensor, like: Tensor) -> Tensor:
-        return (self.momentum * seen).to(self.running_mean.dtype).expand_as(like)
 
     def _limit(self, limit: float | Ramp) -> Tensor | float:
         return limit(self.previous_count) if isinstance(limit, Ramp) else limit
@@ -296,14 +294,10 @@ class GhostBatchNorm(_Batch):
     @torch.no_grad()
     def _track(self, x: Tensor, mask: Tensor | None) -> None:
         mean, square, n = statistics(x, self.spec, mask)
-        if isinstance(n, int):
-            unbiased, step = square * (n / max(n - 1, 1)), torch.tensor(self.momentum, device=x.device)
-        else:
-            unbiased = square * (n / (n - 1).clamp_min(1))
-            assert mask is not None
-            step = self.momentum * mask.bool().any()
-        for buffer, value in ((self.running_mean, mean), (self.running_var, unbiased)):
-            buffer.lerp_(value.reshape(-1).to(buffer.dtype), step.to(buffer.dtype).expand_as(buffer))
+        seen = square.new_ones(()) if mask is None else mask.bool().any().to(square.dtype)
+        spare = max(n - 1, 1) if isinstance(n, int) else (n - 1).clamp_min(1)
+        move(self.running_mean, mean, self.momentum * seen)
+        move(self.running_var, square * n / spare, self.momentum * seen)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ghost_size={self.ghost_size}"

@@ -104,8 +104,8 @@ class TLU(nn.Module):
         fill(self.tau, 0.0)
 
     def forward(self, input: Tensor) -> Tensor:
-        z = E._upcast(input)
-        return torch.maximum(z, E._per_feature("tau", self.tau, z, 1)).to(input.dtype)
+        z = E.upcast(input)
+        return torch.maximum(z, E.per_feature("tau", self.tau, z, 1)).to(input.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}"
