@@ -173,8 +173,8 @@ class SeeDNorm(nn.Module):
         ValueError, TypeError: an argument outside its domain.
 
     Half precision: computed in float32, rounded once. Differs from `torch.nn.RMSNorm`: the gain depends on the input,
-    so the output keeps a trace of its length. ``beta`` starts at 0, so the layer starts as an RMSNorm. ``spec`` is the
-    norm inside.
+    so the output keeps a trace of its length. ``beta`` starts at 0, so the layer starts as an RMSNorm; the paper starts
+    ``alpha`` at 1 in language models, and uses several heads in vision. ``spec`` is the norm inside.
     """
 
     def __init__(
