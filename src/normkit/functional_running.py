@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.functional import norm
-from normkit.functional_extra import upcast, blank
+from normkit.functional_extra import blank, upcast
 from normkit.reference import align, statistics
 from normkit.spec import NormSpec
 

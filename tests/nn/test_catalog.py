@@ -202,6 +202,38 @@ def test_one_sample_alone_and_in_the_batch(name):
         torch.testing.assert_close(a.narrow(dim, 2, 1), b)
 
 
+WIDTHS = {
+    "dynamic_tanh": normkit_nn.DynamicTanh,
+    "derf": normkit_nn.Derf,
+    "layer_scale": normkit_nn.LayerScale,
+    "scale_norm": normkit_nn.ScaleNorm,
+    "l2_norm": normkit_nn.L2Norm,
+    "seed_norm": normkit_nn.SeeDNorm,
+    "gated": normkit_nn.GatedRMSNorm,
+    "qk": normkit_nn.QKNorm,
+    "ada": lambda width, **f: normkit_nn.AdaLayerNorm(width, width, **f),
+    "global": normkit_nn.GlobalResponseNorm,
+    "power": lambda width, **f: normkit_nn.PowerNorm(width, channel_dim=-1, **f),
+    "renorm": lambda width, **f: normkit_nn.BatchRenorm(width, channel_dim=-1, **f),
+    "ghost": lambda width, **f: normkit_nn.GhostBatchNorm(width, 2, channel_dim=-1, **f),
+    "gru": lambda width, **f: normkit_nn.LayerNormGRU(width, width, **f),
+}
+
+
+@pytest.mark.parametrize("width", [1, 2, 31, 257])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_any_width_from_one_on(name, width):
+    exact = trained(WIDTHS[name](width, dtype=torch.float64))
+    single = WIDTHS[name](width)
+    single.load_state_dict(exact.state_dict())
+    x = randn(3, 4, width)
+    both = name in ("qk", "gated", "ada")
+    for a, b in zip(flat(single(*[x.float()] * (1 + both))), flat(exact(*[x] * (1 + both))), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    for a in flat(single(*[x.half()] * (1 + both))):
+        assert a.isfinite().all()
+
+
 @every
 def test_strided_inputs_and_empty_batches(name):
     entry = BY_NAME[name]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transcribe import assert_agree, flat, randn, trained
+from transcribe import assert_agree, randn, trained
 
 from normkit import functional_extra as E
 from normkit.nn import Derf, DynamicTanh, LayerScale
@@ -103,7 +103,3 @@ def test_half_precision_rounds_once():
 def test_bad_arguments(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_helpers_flatten():
-    assert len(flat((torch.ones(1), (torch.ones(1), torch.ones(1))))) == 3

@@ -94,6 +94,7 @@ def test_global_response_norm_starts_as_the_identity_and_survives_silence():
         m = trained(GlobalResponseNorm(4, eps=eps))
         m(silent).sum().backward()
         assert silent.grad.isfinite().all()
+    assert trained(GlobalResponseNorm(4))(torch.ones(2, 0, 3, 4)).shape == (2, 0, 3, 4)
     large = torch.full((1, 2, 2, 4), 1e30)
     assert trained(GlobalResponseNorm(4))(large).isfinite().all()
 

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from normkit.functional import norm
-from normkit.functional_extra import PIXEL_NORM, l2_spec, scale_spec
+from normkit import functional_extra as E
 from normkit.nn._shared import Device, count, empty, fill, number
 from normkit.spec import NormSpec
 
@@ -45,7 +44,8 @@ class ScaleNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.features = count("features", features)
-        self.spec: NormSpec = scale_spec(eps, elementwise_affine, channel_dim)
+        self.spec: NormSpec = E.scale_spec(eps, elementwise_affine, channel_dim)
+        self.channel_dim = channel_dim
         self.register_parameter("weight", empty((1,), device, dtype) if elementwise_affine else None)
         self.reset_parameters()
 
@@ -55,7 +55,7 @@ class ScaleNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         _check_features(input, self.features, self.spec)
-        return norm(input, self.spec, self.weight)
+        return E.scale_norm(input, self.weight, eps=self.spec.eps, channel_dim=self.channel_dim)
 
     def extra_repr(self) -> str:
         return f"{self.features}, eps={self.spec.eps}, elementwise_affine={self.weight is not None}"
@@ -96,7 +96,8 @@ class L2Norm(nn.Module):
         super().__init__()
         self.features = None if features is None else count("features", features)
         self.init = number("init", init)
-        self.spec: NormSpec = l2_spec(eps, features is not None, channel_dim)
+        self.spec: NormSpec = E.l2_spec(eps, features is not None, channel_dim)
+        self.channel_dim = channel_dim
         self.register_parameter("weight", None if features is None else empty((features,), device, dtype))
         self.reset_parameters()
 
@@ -105,10 +106,10 @@ class L2Norm(nn.Module):
         fill(self.weight, self.init)
 
     def forward(self, input: Tensor) -> Tensor:
-        return norm(input, self.spec, self.weight)
+        return E.l2_norm(input, self.weight, eps=self.spec.eps, channel_dim=self.channel_dim)
 
     def extra_repr(self) -> str:
-        return f"{self.features}, eps={self.spec.eps}, channel_dim={self.spec.channel_dim}"
+        return f"{self.features}, eps={self.spec.eps}, channel_dim={self.channel_dim}"
 
 
 class PixelNorm(nn.Module):
@@ -129,10 +130,10 @@ class PixelNorm(nn.Module):
 
     def __init__(self, eps: float = 1e-8) -> None:
         super().__init__()
-        self.spec: NormSpec = PIXEL_NORM.replace(eps=eps)
+        self.spec: NormSpec = E.PIXEL_NORM.replace(eps=eps)
 
     def forward(self, input: Tensor) -> Tensor:
-        return norm(input, self.spec)
+        return E.pixel_norm(input, eps=self.spec.eps)
 
     def extra_repr(self) -> str:
         return f"eps={self.spec.eps}"
