@@ -10,14 +10,14 @@ from torch.func import functional_call, jacrev, jvp, vmap
 from transcribe import flat, gradients, randn, trained
 
 from normkit import nn as normkit_nn
-from normkit.nn.catalog import CATALOG, Entry
+from normkit.nn.catalog_extra import EXTRA, Entry
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32, torch.float64)
-BY_NAME = {entry.name: entry for entry in CATALOG}
+BY_NAME = {entry.name: entry for entry in EXTRA}
 every = pytest.mark.parametrize("name", BY_NAME)
-modes = pytest.mark.parametrize(("name", "training"), [(e.name, t) for e in CATALOG for t in {False, e.stateful}])
-images = pytest.mark.parametrize("name", [entry.name for entry in CATALOG if len(entry.shapes[0]) == 4])
+modes = pytest.mark.parametrize(("name", "training"), [(e.name, t) for e in EXTRA for t in {False, e.stateful}])
+images = pytest.mark.parametrize("name", [entry.name for entry in EXTRA if len(entry.shapes[0]) == 4])
 
 
 def ready(entry: Entry, dtype: torch.dtype = torch.float64, *, training: bool = False):
@@ -34,7 +34,7 @@ def convert(module, dtype):
 
 
 def test_every_module_of_these_files_is_in_the_catalog():
-    here = {type(entry.build()).__name__ for entry in CATALOG}
+    here = {type(entry.build()).__name__ for entry in EXTRA}
     elsewhere = {"LayerNorm", "RMSNorm", "Norm"}
     public = {n for n in normkit_nn.__all__ if isinstance(getattr(normkit_nn, n), type)} - {"Ramp"} - elsewhere
     mine = {n for n in public if getattr(normkit_nn, n).__module__.rsplit(".", 1)[-1] in FILES}
