@@ -1,4 +1,4 @@
-"""One line for each of the less common norms: how to build it and an input that suits it, for tests and benchmarks to loop over."""
+"""One line for each of the less common norms: how to build it and an input that suits it, for loops of tests."""
 
 from __future__ import annotations
 
