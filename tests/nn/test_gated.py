@@ -89,6 +89,12 @@ def test_specs_are_the_named_ones():
     assert GatedRMSNorm(8, gate_position="after", output_dtype="input").spec == QWEN3_NEXT_GATED
 
 
+def test_promoted_output():
+    x = randn(2, 8, dtype=torch.bfloat16)
+    assert GatedRMSNorm(8)(x, x).dtype == torch.float32
+    assert GatedRMSNorm(8, output_dtype="input")(x, x).dtype == torch.bfloat16
+
+
 def test_weightless_and_offset():
     assert GatedRMSNorm(8, elementwise_affine=False).weight is None
     assert torch.equal(GatedRMSNorm(8, weight_offset=1.0).weight, torch.zeros(8))

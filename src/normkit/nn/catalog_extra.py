@@ -80,7 +80,7 @@ def extra(C: int = 12, H: int = 3) -> tuple[Entry, ...]:
         Entry("ada_layer_norm", lambda **f: AdaLayerNorm(C, 7, **f), ((4, 5, C), (4, 7))),
         Entry("ada_layer_norm_zero", lambda **f: AdaLayerNormZero(C, 7, **f), ((4, 5, C), (4, 7))),
         Entry("ada_rms_norm", lambda **f: AdaLayerNorm(C, 7, centered=False, **f), ((4, 5, C), (4, 7))),
-        Entry("gated_before", lambda **f: GatedRMSNorm(C, groups=H, **f), ((4, 5, C), (4, 5, C))),
+        Entry("gated_before", lambda **f: GatedRMSNorm(C, groups=H, output_dtype="input", **f), ((4, 5, C), (4, 5, C))),
         Entry(
             "gated_after",
             lambda **f: GatedRMSNorm(C, gate_position="after", output_dtype="input", **f),
