@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-
 from normkit.nn.batch import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normkit.nn.build import build
+from normkit.nn.catalog_entry import Entry
+from normkit.nn.catalog_extra import extra
 from normkit.nn.groups import GroupNorm
 from normkit.nn.instance import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from normkit.nn.rows import LayerNorm, RMSNorm
 from normkit.nn.sync import SyncBatchNorm
 from normkit.spec import ANNOTATED_LAYER, FROZEN_BATCH, GEMMA, TORCH_LAYER, NormSpec
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A norm, ready to be built and called."""
-
-    name: str
-    build: Callable[..., nn.Module]
-    """Takes device= and dtype= where the module has parameters."""
-    shapes: tuple[Shape, ...]
-    """The shapes of the positional inputs; the first is x."""
-    stateful: bool = False
-    """Training moves buffers."""
-    has_parameters: bool = True
-    batch_dim: int = 0
-    """The dim of x along which entries never meet in evaluation, so that a NaN stays its own."""
-
-    exact_gradient: bool = True
-    """False where the gradient is not the derivative, by design (PowerNorm)."""
-
-    def inputs(self, dtype: torch.dtype = torch.float64, seed: int = 0, **options: object) -> tuple[Tensor, ...]:
-        """Standard normal inputs, the same for the same seed."""
-        generator = torch.Generator().manual_seed(seed)
-        drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes)
-        return tuple(t.to(dtype=dtype, **options) for t in drawn)  # type: ignore[call-overload]
-
-    def make(self, dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:
-        """The module, with parameters of ``dtype``."""
-        return self.build(dtype=dtype, **options) if self.has_parameters else self.build()
 
 
 def catalog(C: int = 12, H: int = 3) -> tuple[Entry, ...]:
@@ -80,6 +45,7 @@ def catalog(C: int = 12, H: int = 3) -> tuple[Entry, ...]:
         Entry("group_norm", lambda **f: GroupNorm(H, C, **f), image),
         Entry("group_norm_one", lambda **f: GroupNorm(1, C, **f), sequence),
         Entry("group_norm_last", lambda **f: GroupNorm(H, C, channel_dim=-1, **f), ((4, 3, 5, C),)),
+        *extra(C, H),
     )
 
 

@@ -1,0 +1,145 @@
+"""Normalizations by running statistics as functions: what a training step computes, and the statistics it found."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normkit.functional import norm
+from normkit.functional.other import blank, upcast
+from normkit.reference import align, statistics
+from normkit.spec import NormSpec
+
+__all__ = ["batch_renorm", "power_norm"]
+
+_BATCH = NormSpec(axes="batch", channel_dim=1, has_bias=True)
+
+
+def batch_renorm(
+    x: Tensor,
+    running_mean: Tensor,
+    running_std: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    r_max: float | Tensor,
+    d_max: float | Tensor,
+    spec: NormSpec = _BATCH,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""One training step of batch renormalization (Ioffe 2017, arXiv:1702.03275), without side effects.
+
+    ``y = ((x - m) / s * r + d) * weight + bias`` with ``s = sqrt(var + eps)``, ``r = clip(s / running_std, 1 / r_max,
+    r_max)`` and ``d = clip((m - running_mean) / running_std, -d_max, d_max)``; no gradient flows through r and d.
+
+    Args:
+        x: ``(N, C, ...)``, or as ``spec.channel_dim`` says.
+        running_mean: ``(C,)``.
+        running_std: ``(C,)``, with eps inside.
+        weight: ``(C,)`` or None.
+        bias: ``(C,)`` or None.
+        r_max: the largest correction of the scale.
+        d_max: the largest correction of the mean.
+        spec: a batch norm's spec: eps and channel_dim are read.
+        mask: x's shape without C, True at valid positions.
+
+    Returns:
+        ``(y, m, s)``: the result in x's dtype, and the batch's mean and standard deviation, ``(C,)``, detached.
+
+    Raises:
+        TypeError, ValueError: as `normkit.functional.norm`.
+    """
+    plain = NormSpec(axes="batch", channel_dim=spec.channel_dim, eps=spec.eps, has_weight=False)
+    assert isinstance(plain.channel_dim, int)
+    z = blank(upcast(x), mask, plain.channel_dim)
+    normalized = norm(z, plain, mask=mask)
+    with torch.no_grad():
+        mean, square, _ = statistics(z.detach(), plain, mask)
+        std = (square + spec.eps).sqrt()
+        center, spread = (align(t.to(z.dtype), plain, z.dim()) for t in (running_mean, running_std))
+        r_limit, d_limit = (torch.as_tensor(t, dtype=z.dtype, device=z.device) for t in (r_max, d_max))
+        r = torch.minimum(torch.maximum(std / spread, 1 / r_limit), r_limit)
+        d = torch.minimum(torch.maximum((mean - center) / spread, -d_limit), d_limit)
+    y = _affine(normalized * r + d, plain, weight, bias, mask)
+    return y.to(x.dtype), mean.reshape(-1), std.reshape(-1)
+
+
+def power_norm(
+    x: Tensor,
+    square: Tensor,
+    nu: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    alpha: float = 0.9,
+    channel_dim: int = -1,
+    mask: Tensor | None = None,
+) -> Tensor:
+    r"""One training step of power normalization (Shen et al. 2020, arXiv:2003.07845).
+
+    Forward: ``x̂ = x / sqrt(square + eps)``, ``y = x̂ * weight + bias``. The backward is the paper's approximation: with
+    g the gradient at x̂, the gradient at x is ``(g - nu * x̂) / sqrt(square + eps)``, and then ``nu`` moves in place:
+    ``nu = nu * (1 - (1 - alpha) * mean(x̂^2)) + (1 - alpha) * mean(g * x̂)``.
+
+    Args:
+        x: ``(N, ..., C)``, or ``(N, C, ...)`` with ``channel_dim=1``.
+        square: ``(C,)``, the quadratic mean that is divided by; a constant to autograd.
+        nu: ``(C,)``, the running statistic of the backward, changed by it.
+        weight: ``(C,)`` or None.
+        bias: ``(C,)`` or None.
+        eps: added to ``square``.
+        alpha: how much of ``nu`` stays.
+        channel_dim: -1 or 1.
+        mask: x's shape without C, True at valid positions; others do not count, get no gradient, and give zero.
+
+    Returns:
+        The result, in x's dtype.
+
+    Raises:
+        TypeError: integer input.
+    """
+    spec = NormSpec(axes="batch", channel_dim=channel_dim, centered=False, eps=eps, has_weight=False)
+    z = blank(upcast(x), mask, channel_dim)
+    inverse = torch.rsqrt(square.detach().to(z.dtype) + eps)
+    normalized = z * align(inverse, spec, z.dim())
+    valid = None if mask is None else mask.bool().unsqueeze(channel_dim % x.dim())
+    if torch.is_grad_enabled() and normalized.requires_grad:
+        normalized = _Approximate.apply(normalized, nu, valid, alpha, channel_dim % x.dim())
+    return _affine(normalized, spec, weight, bias, mask).to(x.dtype)
+
+
+class _Approximate(torch.autograd.Function):
+    """The identity, with the paper's gradient g - nu * x̂ in place of g; the backward moves nu."""
+
+    @staticmethod
+    def forward(ctx, normalized: Tensor, nu: Tensor, valid: Tensor | None, alpha: float, channel: int) -> Tensor:
+        ctx.save_for_backward(normalized, valid)
+        ctx.nu, ctx.alpha, ctx.channel = nu, alpha, channel
+        return normalized.view_as(normalized)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        normalized, valid = ctx.saved_tensors
+        channel = ctx.channel
+        dims = [d for d in range(normalized.dim()) if d != channel]
+        shape = [-1 if d == channel else 1 for d in range(normalized.dim())]
+        nu = ctx.nu.detach().to(normalized.dtype, copy=True).reshape(shape)
+        with torch.no_grad():
+            if normalized.numel() > 0:
+                n = normalized.numel() // nu.numel() if valid is None else valid.sum().clamp_min(1)
+                quadratic = normalized.square().sum(dims, keepdim=True) / n
+                agreement = (gradient * normalized).sum(dims, keepdim=True) / n
+                moved = nu * (1 - (1 - ctx.alpha) * quadratic) + (1 - ctx.alpha) * agreement
+                ctx.nu.copy_(moved.reshape(-1))
+        return gradient - nu * normalized, None, None, None, None
+
+
+def _affine(y: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    if weight is not None:
+        y = y * align(weight.to(y.dtype), spec, y.dim())
+    if bias is not None:
+        y = y + align(bias.to(y.dtype), spec, y.dim())
+    assert isinstance(spec.channel_dim, int)
+    return blank(y, mask, spec.channel_dim)
