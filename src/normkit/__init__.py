@@ -3,9 +3,11 @@
 from normkit import functional as functional
 from normkit import nn as nn
 from normkit.placement import PLACEMENTS as PLACEMENTS
+from normkit.placement import SCHEDULES as SCHEDULES
 from normkit.placement import Placement as Placement
 from normkit.placement import placement as placement
+from normkit.placement import schedule as schedule
 from normkit.spec import NormSpec as NormSpec
 
 __version__ = "0.1.0"
-__all__ = ["PLACEMENTS", "NormSpec", "Placement", "functional", "nn", "placement"]
+__all__ = ["PLACEMENTS", "SCHEDULES", "NormSpec", "Placement", "functional", "nn", "placement", "schedule"]
