@@ -147,7 +147,7 @@ PLACEMENTS: dict[str, Placement] = {
             name="fixup",
             branch_scale_kind="scalar",
             scalar_bias=True,
-            init_roles=("value", "ffn_in", "ffn_gate"),
+            init_roles=("value", "ffn_in"),
             zero_roles=WRITES,
             source="Zhang et al. 2019, arXiv:1901.09321",
         ),
