@@ -15,6 +15,8 @@ from normkit.residual.roles import mlp_roles as mlp_roles
 from normkit.residual.roles import multihead_attention_roles as multihead_attention_roles
 from normkit.residual.transformer import Transformer as Transformer
 from normkit.residual.transformer import TransformerConfig as TransformerConfig
+from normkit.residual.transformer_weights import from_transformers as from_transformers
+from normkit.residual.transformer_weights import from_weights as from_weights
 
 __all__ = [
     "Attention",
@@ -28,6 +30,8 @@ __all__ = [
     "TransformerConfig",
     "attention_roles",
     "finish",
+    "from_transformers",
+    "from_weights",
     "fused_attention_roles",
     "init_for",
     "mlp_roles",

@@ -245,7 +245,8 @@ class Attention(nn.Module):
         if causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
+            # A finite bound: a padded query that sees nothing gets an average, not NaN that would spread.
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
         return tf.dropout(weights, dropout) @ v
 

@@ -418,7 +418,7 @@ def _maker(
 
     def checked(features: int) -> nn.Module:
         made = make(features)
-        width = getattr(made, "normalized_shape", getattr(made, "features", None))
+        width: Any = getattr(made, "normalized_shape", getattr(made, "features", None))
         if width is not None and as_shape(width) != (features,):
             raise ValueError(f"norm= made a norm over {as_shape(width)}; placement {name!r} needs ({features},) here")
         return made

@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         self.config = c
         self.embed = nn.Embedding(c.vocab, c.dim)
         self.position = nn.Embedding(c.max_positions, c.dim) if c.positions == "learned" else None
-        self.type = nn.Embedding(c.token_types, c.dim) if c.token_types else None
+        self.segment = nn.Embedding(c.token_types, c.dim) if c.token_types else None
         self.embedding_norm = build(c.norm, c.dim) if c.embedding_norm else None
         pair = c.kind == "encoder_decoder"
         self.encoder = TransformerStack(c, c.schedule(encoder=True), causal=False) if pair else None
@@ -270,7 +270,7 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Residual):
                 initialize_branch(module, base=self.config.base, generator=generator)
-        for module in (self.embed, self.position, self.type, self.head, self.transform):
+        for module in (self.embed, self.position, self.segment, self.head, self.transform):
             if module is not None:
                 module.weight.normal_(0.0, self.config.embedding_std, generator=generator)
         for module in (self.head, self.transform):
@@ -349,8 +349,8 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         if c.embedding_scale != 1:
             x = x * torch.tensor(c.embedding_scale, dtype=x.dtype, device=x.device)
-        if self.type is not None:
-            x = x + self.type(torch.zeros_like(tokens) if types is None else types)
+        if self.segment is not None:
+            x = x + self.segment(torch.zeros_like(tokens) if types is None else types)
         if self.position is not None:
             if start + tokens.shape[1] > c.max_positions:
                 raise ValueError(f"{start + tokens.shape[1]} positions exceed max_positions={c.max_positions}")
