@@ -66,6 +66,8 @@ def normalize(
     compute = compute_dtype(x.dtype, spec)
     gate_factor = None if gate is None else _activate(gate.to(compute), spec)
     z = x.to(compute)
+    if mask is not None:  # padding may hold anything, and NaN times a zero gradient is NaN
+        z = torch.where(_align_mask(mask, spec, x.dim()), z, 0)
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "before":
         z = z * gate_factor
     gain = form_gain(weight, spec, x.dim())
@@ -77,7 +79,7 @@ def normalize(
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "after":
         y = y.to(compute) * gate_factor
     if mask is not None:
-        y = torch.where(_align_mask(mask, spec, x.dim()), y, torch.zeros((), dtype=y.dtype, device=y.device))
+        y = torch.where(_align_mask(mask, spec, x.dim()), y, 0)
     return y.to(output_dtype(x.dtype, spec, weight, bias))
 
 

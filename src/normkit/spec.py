@@ -194,7 +194,8 @@ class NormSpec:
             float32_only: the norm never sees half precision, so rounding and output dtype are void.
 
         Returns:
-            A spec that computes the same for every input; equal for equal behaviour.
+            A spec that computes the same for every input, up to the last bit of the compute dtype (with eps = 0 the
+            root is multiplied by or divided by); equal for equal behaviour.
         """
         new: dict[str, object] = {}
         if self.axes == "group" and channels is not None and self.groups == channels:
@@ -202,8 +203,9 @@ class NormSpec:
         if channels is not None and self.partial < 1:
             kept = partial_count(self.partial, channels)
             new["partial"] = 1.0 if kept == channels else kept / channels
-        if self.eps == 0:
-            new["eps_at"] = "variance"
+        if self.eps == 0:  # only half precision throughout tells x * rsqrt(s) from x / sqrt(s)
+            divides = self.eps_at != "variance" and self.rounding == "none" and not float32_only
+            new["eps_at"] = "std" if divides else "variance"
         if not self.has_weight:
             new |= {"weight_offset": 0.0, "weight_shape": "features", "gain_dtype": "float32"}
         elif self.weight_offset == 0:  # 0 + w is exact in every dtype
@@ -212,7 +214,7 @@ class NormSpec:
             new["gain_dtype"] = "input"
         if not self.has_weight and not self.has_bias:
             new["output_dtype"] = "input"
-            if self.rounding == "before_gain":
+            if self.rounding == "before_gain" and (self.gate is None or self.gate[1] == "before"):
                 new["rounding"] = "after_gain"
         if not self.has_weight and self.output_dtype == "weight":
             new["output_dtype"] = "input"
