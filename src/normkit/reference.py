@@ -213,7 +213,7 @@ def _center(x: Tensor, spec: NormSpec, valid: Tensor | None) -> tuple[Tensor, Te
 
 def _count(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor | int:
     if valid is None:
-        return math.prod(x.shape[d] for d in dims)
+        return math.prod([x.shape[d] for d in dims])  # a list: torch.compile cannot trace a generator here
     count = valid.sum(dims, keepdim=True)
     for d in dims:  # a dim that the mask does not have (the channels of a group) counts in full
         if valid.shape[d] == 1:

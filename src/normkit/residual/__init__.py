@@ -3,6 +3,7 @@
 from normkit.residual.attention import Attention as Attention
 from normkit.residual.attention import FeedForward as FeedForward
 from normkit.residual.attention import KeyValueCache as KeyValueCache
+from normkit.residual.branch import InnerNorm as InnerNorm
 from normkit.residual.branch import Residual as Residual
 from normkit.residual.branch import ResidualStack as ResidualStack
 from normkit.residual.branch import Stream as Stream
@@ -21,6 +22,7 @@ from normkit.residual.transformer_weights import from_weights as from_weights
 __all__ = [
     "Attention",
     "FeedForward",
+    "InnerNorm",
     "KeyValueCache",
     "Matrix",
     "Residual",
