@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
+import torch
 from normkit.audit.identify import Identification, identify
+from torch import Tensor, nn
 
 _PROJECTIONS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Torch's own classes, exactly, that need no measurement: none of them divides by a statistic."""
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_MACHINERY = frozenset(vars(nn.Module()))
+"""The attributes that every module has; parameters, buffers and submodules are compared on their own."""
 
 
 def param_groups(
@@ -23,8 +26,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     r"""Parameter groups for an optimizer: weight decay on matrices that belong to no norm.
 
-    A parameter decays if it is a matrix (two or more dims longer than 1), belongs to no module that `identify` finds to
-    be a norm, and is no bias (an attribute called ``bias`` or ``..._bias``, which matters for biases with several dims).
+    A parameter decays if it is a matrix (two or more dims longer than 1), belongs to no module that `identify` finds
+    to be a norm, and is no bias (an attribute called ``bias`` or ``..._bias``: it matters for biases of several dims).
     So gains and biases of norms do not decay, of whatever class and shape (a gain per head has two dims); nor do biases
     of projections, scalars, and vectors such as layer scales or class tokens. A tied weight appears once, as a matrix.
     Gains that are buffers are no parameters and appear nowhere; nor do parameters that need no gradient.
@@ -99,9 +102,16 @@ def _alike(module: nn.Module) -> Any:
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's own attributes that are plain values."""
-    plain = (int, float, bool, str, tuple, type(None))
-    return sorted((k, v) for k, v in vars(module).items() if isinstance(v, plain) and not k.startswith("_"))
+    """A module's own attributes: plain values and dataclasses by value, anything else by identity."""
+    return sorted((k, _value(v)) for k, v in vars(module).items() if k not in _MACHINERY)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, int | float | bool | str | type(None) | torch.dtype | torch.device) or is_dataclass(value):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return repr([_value(v) for v in value])
+    return f"{type(value).__name__} {id(value)}"
 
 
 def _is_matrix(parameter: Tensor) -> bool:
