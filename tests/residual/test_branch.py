@@ -143,6 +143,7 @@ def test_dropout_and_drop_path():
     path = Residual(torch.ones_like, "none", drop_path=p)
     rows = path(x)
     assert all(len(row.unique()) == 1 for row in rows), "a sample is dropped as a whole"
+    assert rows.unique().tolist() == pytest.approx([0, 1 / (1 - p)])
     assert (rows[:, 0] == 0).double().mean() == pytest.approx(p, abs=0.08)
     assert torch.equal(path.eval()(x), torch.ones_like(x))
 

@@ -171,6 +171,52 @@ def test_torch_multihead_attention(kdim):
     std_is(attention.out_proj.weight, math.sqrt(1 / 64) * 96**-0.25)
 
 
+def test_modules_of_transformers():
+    """The adapters' defaults fit Llama's modules; GPT-2 stores its fused projection (in, out)."""
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=9,
+            pad_token_id=0,
+        )
+    ).model.layers[0]
+    beta = 96**-0.25
+    init_for("deepnorm", 12, llama.self_attn, roles=attention_roles())
+    init_for("deepnorm", 12, llama.mlp, roles=mlp_roles(gate="gate_proj"))
+    for module, gain in (
+        (llama.self_attn.q_proj, 1),
+        (llama.self_attn.k_proj, 1),
+        (llama.self_attn.v_proj, beta),
+        (llama.self_attn.o_proj, beta),
+        (llama.mlp.gate_proj, 1),
+        (llama.mlp.up_proj, beta),
+        (llama.mlp.down_proj, beta),
+    ):
+        std_is(module.weight, xavier(module.weight) * gain)
+    gpt2 = transformers.GPT2Model(
+        transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=9, bos_token_id=1, eos_token_id=1)
+    ).h[0]
+    roles = fused_attention_roles("c_attn", "c_proj", (64, 64, 64), transposed=True)
+    init_for("deepnorm", 12, gpt2.attn, roles=roles)
+    init_for("deepnorm", 12, gpt2.mlp, roles=mlp_roles("c_fc", "c_proj", transposed=True))
+    for matrix, gain in ((gpt2.attn.c_attn.weight[:, :64], 1), (gpt2.attn.c_attn.weight[:, 128:], beta)):
+        std_is(matrix, xavier(matrix) * gain)
+    std_is(gpt2.mlp.c_fc.weight, xavier(gpt2.mlp.c_fc.weight) * beta)
+    x = torch.randn(2, 3, 64)
+    wrapped = Residual(gpt2.mlp, "sub", 64, depth=12, roles=mlp_roles("c_fc", "c_proj", transposed=True))
+    inner = wrapped.sublayer.c_proj.norm
+    assert inner.features == (256,)
+    h = inner(gpt2.mlp.act(gpt2.mlp.c_fc(wrapped.input_norm(x))))
+    wrapped.eval()
+    torch.testing.assert_close(wrapped(x), x + wrapped.sublayer.c_proj.projection(h))
+    assert init_for("sub", 12, wrapped)["sublayer.c_proj.projection.weight"] == math.sqrt(math.log(24))
+
+
 @pytest.mark.parametrize("name", known())
 def test_init_for_of_a_model_is_repeatable(name):
     plan = schedule(name, 4)
