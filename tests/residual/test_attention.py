@@ -36,7 +36,7 @@ def turn(x, position, theta=10000.0):
     return out
 
 
-def straight(x, a: Attention, *, causal, window, rotary, qk):
+def straight(x, a: Attention, *, causal, window, rotary, qk, scale):
     """One sample (T, C), one head and one query at a time."""
     q, k, v = x @ a.query.weight.T, x @ a.key.weight.T, x @ a.value.weight.T
     if qk == "full":
@@ -54,7 +54,7 @@ def straight(x, a: Attention, *, causal, window, rotary, qk):
         rows = []
         for t in range(len(x)):
             seen = [s for s in range(len(x)) if not (causal and s > t) and (window is None or abs(t - s) < window)]
-            scores = torch.stack([qh[t] @ kh[s] for s in seen]) * a.scale
+            scores = torch.stack([qh[t] @ kh[s] for s in seen]) * (scale or SIZE**-0.5)
             if a.softcap is not None:
                 scores = a.softcap * (scores / a.softcap).tanh()
             weights = scores.exp() / scores.exp().sum()
@@ -97,7 +97,9 @@ def test_attention(wanted, qk, kv_heads, softcap, causal, window, rotary, scale)
     table = tuple(t.double() for t in rotary_table(torch.arange(T), SIZE, 10000.0)) if rotary else None
     got = a(x, mask=mask, causal=causal, rotary=table)
     norms = "head" if "qkv" in wanted else qk
-    want = torch.stack([straight(row, a, causal=causal, window=window, rotary=rotary, qk=norms) for row in x])
+    want = torch.stack(
+        [straight(row, a, causal=causal, window=window, rotary=rotary, qk=norms, scale=scale) for row in x]
+    )
     # The rotary table is made in float32, as model families make it.
     torch.testing.assert_close(got, want, rtol=1e-6 if rotary else 1e-11, atol=1e-6 if rotary else 1e-11)
 

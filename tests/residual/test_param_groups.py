@@ -124,6 +124,23 @@ def test_norms_of_one_class_and_shape_are_told_apart():
     assert found == [(1, 1e-6), (0, 1e-6), (1, 1e-3), (1, 1e-6)]
 
 
+def test_norms_that_differ_in_an_object_are_told_apart():
+    class Config:
+        def __init__(self, offset):
+            self.offset = offset
+
+    class Norm(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config, self.weight = config, nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return F.rms_norm(x, 8, self.weight, 1e-6, weight_offset=self.config.offset)
+
+    found = norms_of(nn.ModuleList([Norm(Config(1.0)), Norm(Config(0.0))]))
+    assert [f.spec.weight_offset for _, f in found] == [1, 0]
+
+
 def test_biases_with_several_dims():
     class Experts(nn.Module):
         def __init__(self):
