@@ -44,22 +44,9 @@ def report(name: str, depth: int, fuse: bool) -> list[dict]:
     return audit(model, torch.randint(0, 50, (2, 8))).to_dict()["branches"]
 
 
-NORMLESS = ("none", "rezero", "skipinit", "fixup")
-ADDS_INSIDE = pytest.mark.xfail(strict=True, reason="the audit does not yet see the addition inside a norm's call")
-SECOND = pytest.mark.xfail(strict=True, reason="the audit does not yet part a second stream from the first")
-CASES = [
-    pytest.param(
-        name,
-        fuse,
-        marks=[SECOND] if name == "resi_dual" else [ADDS_INSIDE] if fuse and name not in (*NORMLESS, "output") else [],
-    )
-    for name in known()
-    for fuse in (False, True)
-]
-
-
 @pytest.mark.parametrize("depth", [2, 12])
-@pytest.mark.parametrize(("name", "fuse"), [c for c in CASES if c.values[0] != "output" or not c.values[1]])
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("name", known())
 def test_branches(name, fuse, depth):
     branches = report(name, depth, fuse)
     plan = schedule(name, depth)
@@ -78,11 +65,3 @@ def test_branches(name, fuse, depth):
         assert f"layers.{n - 1}." in branch["name"] + ".", where
         if row.input_gain != 1:
             assert branch["input_gain"] == pytest.approx(row.input_gain, rel=1e-5), where
-
-
-@pytest.mark.parametrize("depth", [2, 12])
-@ADDS_INSIDE
-def test_fused_output_norm(depth):
-    """Only the last addition lies inside a norm's call, the final one."""
-    branches = report("output", depth, True)
-    assert [b["placement"] for b in branches] == ["output"] * (2 * depth)
