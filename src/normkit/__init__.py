@@ -7,7 +7,22 @@ from normkit.placement import SCHEDULES as SCHEDULES
 from normkit.placement import Placement as Placement
 from normkit.placement import placement as placement
 from normkit.placement import schedule as schedule
+from normkit.residual import Residual as Residual
+from normkit.residual import Transformer as Transformer
+from normkit.residual import init_for as init_for
 from normkit.spec import NormSpec as NormSpec
 
 __version__ = "0.1.0"
-__all__ = ["PLACEMENTS", "SCHEDULES", "NormSpec", "Placement", "functional", "nn", "placement", "schedule"]
+__all__ = [
+    "PLACEMENTS",
+    "SCHEDULES",
+    "NormSpec",
+    "Placement",
+    "Residual",
+    "Transformer",
+    "functional",
+    "init_for",
+    "nn",
+    "placement",
+    "schedule",
+]

@@ -96,6 +96,19 @@ def test_fused_branches_call_the_norm_with_residual():
     assert seen == [False, True, True, True]
 
 
+def test_a_norm_may_be_replaced():
+    """By one that takes no residual=: what is fused follows the module that is there."""
+    blocks = [branch("pre", n) for n in (1, 2)]
+    stack = ResidualStack(blocks, nn.LayerNorm(DIM, dtype=torch.float64))
+    want = stack(inputs())
+    for owner, name in ((blocks[1], "input_norm"), (stack, "final_norm")):
+        plain = nn.LayerNorm(DIM, dtype=torch.float64)
+        plain.load_state_dict(getattr(owner, name).state_dict())
+        setattr(owner, name, plain)
+        assert not owner.fuses(name)
+    torch.testing.assert_close(stack(inputs()), want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_compile(name):
     made, x = branch(name), inputs()
@@ -193,6 +206,17 @@ def test_float32_stream_of_a_bfloat16_branch(name, fuse):
     want = exact(x.double())
     errors = [(made(x).double() - want).abs().mean().item() for made in (wide, narrow)]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("name", ["pre", "post", "deepnorm", "sandwich"])
+def test_autocast_keeps_the_stream_in_float32(name):
+    made = [Residual(Mlp(DIM, HIDDEN, torch.float32), name, DIM, depth=DEPTH) for _ in range(3)]
+    stream, x = Stream(inputs(torch.float32)), inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for r in made:
+            stream, _ = r.step(stream)
+            assert stream.x.dtype == torch.float32
+    torch.testing.assert_close(stream.settle(), ResidualStack(made)(x), rtol=0.05, atol=0.05)
 
 
 def test_norms_of_any_spec():

@@ -51,7 +51,25 @@ class InnerNorm(nn.Module):
         return self.projection(self.norm(x))
 
 
-class Residual(nn.Module):
+class FusingModule(nn.Module):
+    """A module that knows of each of its norms whether it takes the addition, also after one was replaced."""
+
+    def __init__(self, fuse: bool) -> None:
+        super().__init__()
+        self.fuse = fuse
+        self._takes_residual: dict[str, bool] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name.endswith("_norm"):
+            self._takes_residual[name] = takes_residual(value)
+
+    def fuses(self, name: str) -> bool:
+        """Whether add and norm are one call for the norm of that name."""
+        return self.fuse and self._takes_residual[name]
+
+
+class Residual(FusingModule):
     r"""One residual branch around any sublayer, wired by a placement.
 
     ``y = N_stream(alpha * x + lambda * N_output(F(g * N_input(x))))``, where F may hold N_inner before its last
@@ -112,7 +130,7 @@ class Residual(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(fuse)
         for name, value in (("sublayer", sublayer), ("parallel", parallel)):
             if not callable(value) and not (name == "parallel" and value is None):
                 raise TypeError(f"{name} must be callable; got {type(value).__name__}")
@@ -148,8 +166,6 @@ class Residual(nn.Module):
         self.parallel_norm = slot(parallel is not None and not shared_norm)
         self.output_norm = slot(p.output_norm)
         self.stream_norm = slot(p.stream_norm)
-        self._fuse_input = fuse and takes_residual(self.input_norm)
-        self._fuse_stream = fuse and takes_residual(self.stream_norm)
 
         def learned(used: bool, value: float, size: int = 1) -> nn.Parameter | None:
             return nn.Parameter(torch.full((size,), value, device=device, dtype=dtype)) if used else None
@@ -254,7 +270,7 @@ class Residual(nn.Module):
                 return Stream(x, branch, second), rest
             return Stream(add(identity, branch), None, second), rest
         if identity.dtype == branch.dtype:
-            y, _ = add_norm(self.stream_norm, branch, identity, fuse=self._fuse_stream)
+            y, _ = add_norm(self.stream_norm, branch, identity, fuse=self.fuses("stream_norm"))
         else:  # the result is the stream, so it keeps the stream's dtype
             y = self.stream_norm(add(identity, branch))
         return Stream(y, None, second), rest
@@ -267,7 +283,7 @@ class Residual(nn.Module):
         elif pending is None:
             h = self.input_norm(x)
         else:
-            h, x = add_norm(self.input_norm, pending, x, fuse=self._fuse_input)
+            h, x = add_norm(self.input_norm, pending, x, fuse=self.fuses("input_norm"))
         if self.placement.input_gain != 1:
             h = h * self.placement.input_gain
         if self.input_bias is not None:
@@ -327,12 +343,13 @@ class Residual(nn.Module):
         return ", ".join(shown)
 
 
-class ResidualStack(nn.Module):
+class ResidualStack(FusingModule):
     """Residual branches in a row, with the pending output of each added inside the next one's norm.
 
     Args:
         branches: the `Residual` modules, in order.
         final_norm: the norm after the last one, or None.
+        fuse: whether the last addition and the final norm are one call.
 
     Shape:
         as the branches, kept. Every branch gets the same extra arguments; what sublayers return beside their output
@@ -342,18 +359,17 @@ class ResidualStack(nn.Module):
         ValueError: a final norm missing where the placement's second stream needs it.
     """
 
-    def __init__(self, branches: Iterable[Residual], final_norm: nn.Module | None = None) -> None:
-        super().__init__()
+    def __init__(self, branches: Iterable[Residual], final_norm: nn.Module | None = None, *, fuse: bool = True) -> None:
+        super().__init__(fuse)
         self.branches = nn.ModuleList(branches)
         self.final_norm = final_norm
-        self._fuse_final = takes_residual(final_norm)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         stream = Stream(x)
         for branch in self.branches:
             assert isinstance(branch, Residual)
             stream, _ = branch.step(stream, *args, **kwargs)
-        return finish(stream, self.final_norm, fuse=self._fuse_final)
+        return finish(stream, self.final_norm, fuse=self.fuses("final_norm"))
 
 
 def finish(stream: Stream, final_norm: nn.Module | None, *, fuse: bool) -> Tensor:
@@ -381,9 +397,9 @@ def add_norm(norm: nn.Module, branch: Tensor, stream: Tensor, *, fuse: bool) -> 
     return (y.to(branch.dtype) if y.dtype == total.dtype else y), total
 
 
-def takes_residual(norm: nn.Module | None) -> bool:
+def takes_residual(norm: object) -> bool:
     """Whether a norm has the addition built in (``residual=``)."""
-    if norm is None or getattr(norm, "running_mean", None) is not None:
+    if not isinstance(norm, nn.Module) or getattr(norm, "running_mean", None) is not None:
         return False
     return "residual" in inspect.signature(norm.forward).parameters
 

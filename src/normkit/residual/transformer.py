@@ -20,7 +20,7 @@ from normkit.residual.attention import (
     allowed,
     rotary_table,
 )
-from normkit.residual.branch import Residual, Stream, finish, takes_residual
+from normkit.residual.branch import FusingModule, Residual, Stream, finish
 from normkit.residual.init import Base, initialize_branch
 from normkit.spec import NormSpec
 
@@ -178,11 +178,11 @@ class TransformerLayer(nn.Module):
         self.ffn = None if plan.parallel else branch(ffn, "ffn")
 
 
-class TransformerStack(nn.Module):
+class TransformerStack(FusingModule):
     """Layers in a row over one stream, with the final norm that the placement asks for."""
 
     def __init__(self, config: TransformerConfig, plan: Schedule, *, causal: bool) -> None:
-        super().__init__()
+        super().__init__(config.fuse)
         self.causal = causal
 
         def make(features: int) -> nn.Module:
@@ -191,7 +191,6 @@ class TransformerStack(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config, plan, n, make) for n in range(1, plan.depth + 1))
         ends = plan.final_norm if config.final_norm is None else config.final_norm
         self.final_norm = make(config.dim) if ends else None
-        self._fuse_final = config.fuse and takes_residual(self.final_norm)
 
     def forward(
         self,
@@ -221,7 +220,7 @@ class TransformerStack(nn.Module):
                 stream, _ = layer.cross.step(stream, memory, mask=seen)
             if layer.ffn is not None:
                 stream, _ = layer.ffn.step(stream)
-        return finish(stream, self.final_norm, fuse=self._fuse_final)
+        return finish(stream, self.final_norm, fuse=self.fuses("final_norm"))
 
 
 class Transformer(nn.Module):
