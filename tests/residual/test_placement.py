@@ -10,7 +10,7 @@ from normkit import PLACEMENTS, SCHEDULES, placement, schedule
 from normkit.placement import VALUE_PATH, deepnorm_constants, fixup_gain, known, sub_ln_gain
 
 # alpha and beta to four digits: the closed forms of table 2 of arXiv:2203.00555, worked out by hand with logarithms.
-DEEPNORM = {12: (2.2134, 0.3195), 48: (3.1302, 0.2259), 1000: (6.6874, 0.1057)}
+DEEPNORM = {12: (2.2134, 0.3195), 100: (3.7606, 0.1880), 48: (3.1302, 0.2259), 1000: (6.6874, 0.1057)}
 
 
 @pytest.mark.parametrize("depth", DEEPNORM)
@@ -28,6 +28,11 @@ def test_deepnorm_pair_of_six():
     # (6^4 6)^(1/16) = 6^(5/16) = 1.75054; 18^(1/4) = 2.0598; 72^(-1/4) = 0.3433
     assert (encoder.alpha, encoder.init_gain) == pytest.approx((0.81 * 1.75054, 0.87 / 1.75054), abs=2e-5)
     assert (decoder.alpha, decoder.init_gain) == pytest.approx((2.05977, 0.34329), abs=2e-5)
+
+
+def test_deepnorm_pair_of_twelve_and_six():
+    encoder = placement("deepnorm", depth=12, other_depth=6, stack="encoder_of_pair")
+    assert (encoder.alpha, encoder.init_gain) == pytest.approx((1.6862, 0.4179), abs=5e-5)
 
 
 def test_deepnorm_pair_depends_on_both():
