@@ -148,7 +148,7 @@ def test_norm_free_branches_start_as_the_identity(name):
     assert torch.equal(model.stack(x), x)
 
 
-@pytest.mark.parametrize("name", ["rezero", "fixup", "deepnorm"])
+@pytest.mark.parametrize("name", ["fixup", "deepnorm", pytest.param("rezero", marks=pytest.mark.slow)])
 def test_64_layers_train(name):
     """Twenty steps take a 64-layer model below its first loss, without warm-up."""
     model = build(name, 64)
