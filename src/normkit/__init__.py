@@ -4,8 +4,31 @@ from normkit import functional as functional
 from normkit import nn as nn
 from normkit.audit import audit as audit
 from normkit.audit import identify as identify
+from normkit.audit.groups import param_groups as param_groups
+from normkit.placement import PLACEMENTS as PLACEMENTS
+from normkit.placement import SCHEDULES as SCHEDULES
 from normkit.placement import Placement as Placement
+from normkit.placement import placement as placement
+from normkit.placement import schedule as schedule
+from normkit.residual import Residual as Residual
+from normkit.residual import Transformer as Transformer
+from normkit.residual import init_for as init_for
 from normkit.spec import NormSpec as NormSpec
 
 __version__ = "0.1.0"
-__all__ = ["NormSpec", "Placement", "audit", "functional", "identify", "nn"]
+__all__ = [
+    "PLACEMENTS",
+    "SCHEDULES",
+    "NormSpec",
+    "Placement",
+    "Residual",
+    "Transformer",
+    "audit",
+    "functional",
+    "identify",
+    "init_for",
+    "nn",
+    "param_groups",
+    "placement",
+    "schedule",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normkit.functional import norm
+from normkit.functional.core import norm
 from normkit.functional.other import blank, upcast
 from normkit.reference import align, statistics
 from normkit.spec import NormSpec
