@@ -15,6 +15,7 @@ RANKS = {
     "placement": 0,
     "ops": 2,
     "reference": 1,
+    "reference_backward": 1,
     "functional": 3,
     "nn": 4,
     "residual": 5,

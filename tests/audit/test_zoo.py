@@ -46,9 +46,10 @@ def test_score(scrambled: bool, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_score_sees_faults() -> None:
     """A label that is wrong in every field is counted wrong in every field."""
     entry = build("llama")
-    for label, _, _ in entry.labels:
-        label |= {"kind": "layer", "centered": True, "eps": 1e-3, "weight_offset": 1, "has_weight": False, "has_bias": True,
-                  "cast_order": "torch_kernel", "placement": "qk", "calls": 7, "axes": "dim 1",
-                  "gated": "silu(gate) before"}  # fmt: skip
+    faults = {
+        "kind": "layer", "centered": True, "eps": 1e-3, "weight_offset": 1, "has_weight": False, "has_bias": True,
+        "cast_order": "torch_kernel", "placement": "qk", "calls": 7, "axes": "dim 1", "gated": "silu(gate) before",
+    }  # fmt: skip
+    entry.labels = [(label | faults, name, module) for label, name, module in entry.labels]
     missed = {field for field, ok, _ in score(entry, audit(entry.model, **entry.inputs)) if not ok}
     assert missed == set(FIELDS) - {"found"}
