@@ -1,0 +1,27 @@
+// One function pointer per kernel, one table per instruction set, chosen once at run time.
+#pragma once
+
+#include "args.h"
+
+namespace normkit {
+
+struct KernelTable {
+  const char* name;
+  void (*convert_parameter)(const ParameterArgs&);
+  void (*sum_blocks)(const SumBlocksArgs&, int64_t begin, int64_t end);
+  void (*rows_forward)(const RowsForward&, int64_t begin, int64_t end);
+  void (*rows_backward)(const RowsBackward&, int64_t begin, int64_t end);
+};
+
+extern const KernelTable kBaselineKernels;
+#if defined(NORMKIT_HAS_X86_LEVELS)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAvx512Bf16Kernels;
+#endif
+
+// The best table that this processor runs, or the one that the environment variable NORMKIT_ISA names (baseline, avx2,
+// avx512, avx512_bf16), lowered to what the processor has.
+const KernelTable& kernels();
+
+}  // namespace normkit
