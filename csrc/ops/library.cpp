@@ -1,0 +1,49 @@
+// Every operator's schema. A mutating operator returns nothing: what returns its own argument fails opcheck and
+// torch.compile. Fakes and autograd are in src/normkit/ops.
+#include "common.h"
+
+#include <string>
+
+namespace normkit::ops {
+namespace {
+
+// How a row is finished. weight: [features], or [period, features] where row i takes the gain of row (i % period).
+const std::string kAffine = "Tensor? weight, Tensor? bias, ";
+const std::string kOptions = "float eps, float weight_offset, bool gain_in_input, bool round_before_gain";
+const std::string kDtype = ", ScalarType? dtype";
+
+std::string instruction_set_name() { return kernels().name; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(normkit, m) {
+  const auto def = [&m](const std::string& schema) { m.def(schema.c_str()); };
+  for (const std::string norm : {"rms_norm", "layer_norm"}) {
+    const std::string statistics = norm == "rms_norm" ? "Tensor rstd" : "Tensor mean, Tensor rstd";
+    def(norm + "(Tensor x, " + kAffine + kOptions + kDtype + ") -> Tensor");
+    def(norm + "_with_statistics(Tensor x, " + kAffine + kOptions + kDtype + ") -> (Tensor y, " + statistics + ")");
+    def(norm + "_out(Tensor x, " + kAffine + kOptions + ", Tensor(a!) out) -> ()");
+    def(norm + "_backward(Tensor grad, Tensor x, Tensor? weight, " + statistics +
+        ", float weight_offset, bool gain_in_input, Tensor? grad_sum, bool want_weight, ScalarType? bias_dtype)"
+        " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+    def("add_" + norm + "(Tensor x, Tensor residual, " + kAffine + kOptions + kDtype + ") -> (Tensor y, Tensor sum)");
+    def("add_" + norm + "_with_statistics(Tensor x, Tensor residual, " + kAffine + kOptions + kDtype +
+        ") -> (Tensor y, Tensor sum, " + statistics + ")");
+    def("add_" + norm + "_out(Tensor x, Tensor residual, " + kAffine + kOptions +
+        ", Tensor(a!) out, Tensor(b!) sum) -> ()");
+    def("add_" + norm + "_inplace(Tensor x, Tensor(a!) residual, " + kAffine + kOptions + ", Tensor(b!) out) -> ()");
+  }
+  const std::string gated = "(Tensor x, Tensor gate, Tensor? weight, " + kOptions + ", bool silu, bool gate_before";
+  def("gated_rms_norm" + gated + ") -> Tensor");
+  def("gated_rms_norm_with_statistics" + gated + ") -> (Tensor y, Tensor rstd)");
+  def("gated_rms_norm_out" + gated + ", Tensor(a!) out) -> ()");
+  def("gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float weight_offset, "
+      "bool gain_in_input, bool silu, bool gate_before, bool want_weight) -> (Tensor dx, Tensor dgate, Tensor dweight)");
+  def("instruction_set() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(normkit, CompositeExplicitAutograd, m) {
+  m.impl("instruction_set", TORCH_BOX(&instruction_set_name));
+}
+
+}  // namespace normkit::ops
