@@ -31,9 +31,10 @@ struct ParameterArgs {
 
 // Gradients of parameters: the sum of the blocks' partial sums in a fixed order, rounded to the parameter's dtype.
 struct SumBlocksArgs {
-  const void* partial;  // [blocks, n] in float, or in double where wide
+  const void* partial;  // [blocks, n], rows `stride` apart, in float, or in double where wide
   int64_t blocks;
   int64_t n;
+  int64_t stride;
   bool wide;
   void* to;
   DType dtype;
@@ -87,29 +88,30 @@ struct Volume {
   int64_t samples = 0;
   int64_t channels = 0;
   int64_t space = 0;
-  bool channels_last = false;
   DType dtype = DType::float32;
 };
 
-// Batch, instance, group and channel layer normalization share these; each kernel's comment says what it reads.
+// Batch, instance, group and channel layer normalization share these two. Each statistic is one group of channels in one
+// sample; a batch norm over channels-last memory is the case of one sample and as many groups as channels.
 struct ChannelsForward {
   Volume shape;
+  int64_t groups = 1;
   const void* x = nullptr;
   void* y = nullptr;
-  const uint8_t* mask = nullptr;  // [samples, space]: other positions do not count and give zero; or null
-  const void* gain = nullptr;     // [channels]
-  const void* bias = nullptr;     // [channels], or null
-  double* mean = nullptr;         // per statistic
-  double* variance = nullptr;     // biased
-  int64_t groups = 1;
-  int64_t blocks = 1;         // partition of rows for column moments
-  double* partial = nullptr;  // [blocks, 2 * channels + 1] column moments of one block: mean, m2, count
+  const uint8_t* mask = nullptr;  // [samples, space], batch norm only: 0 does not count and gives zero
+  const void* gain = nullptr;     // [channels] in the compute type
+  const void* bias = nullptr;     // [channels]
+  double* mean = nullptr;         // one per statistic
+  double* variance = nullptr;     // divided by n, not n - 1
+  double* count = nullptr;        // how many elements the mask left, or null
+  int64_t blocks = 1;             // channels-last: each sample's rows are cut into so many, a function of the shape
+  double* partial = nullptr;      // [samples, blocks, 2 * channels + 1]: mean, sum of squares, count of one block
   double eps = 0;
-  bool stream = false;
 };
 
 struct ChannelsBackward {
   Volume shape;
+  int64_t groups = 1;
   const void* grad = nullptr;
   const void* x = nullptr;
   void* dx = nullptr;
@@ -117,13 +119,25 @@ struct ChannelsBackward {
   const void* gain = nullptr;
   const double* mean = nullptr;
   const double* variance = nullptr;
-  double* sums = nullptr;  // per kernel: partial sums of grad and of grad * (x - mean)
-  int64_t groups = 1;
+  double* sums = nullptr;     // [samples or blocks, 2, channels]: sums of grad and of grad * x̂, for dbias and dgain
+  double* partial = nullptr;  // channels-last: [samples, blocks, 2, channels]
   int64_t blocks = 1;
-  double count = 0;  // how many elements share one statistic
-  double eps = 0;
+  double count = 0;     // elements that share one statistic
   bool frozen = false;  // the statistics were given, not computed from x
-  bool stream = false;
+  double eps = 0;
+};
+
+// running = (1 - momentum) * running + momentum * batch, with the variance divided by n - 1.
+struct RunningArgs {
+  void* running_mean;  // [channels]
+  DType mean_dtype;
+  void* running_var;
+  DType var_dtype;
+  const double* mean;
+  const double* variance;  // divided by n
+  double count;
+  double momentum;
+  int64_t channels;
 };
 
 }  // namespace normkit

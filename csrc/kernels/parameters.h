@@ -46,7 +46,7 @@ inline void sum_blocks_to(const SumBlocksArgs& s, int64_t begin, int64_t end) {
   for_each<A>(end - begin, [&](int64_t k, auto tag) NORMKIT_LAMBDA {
     const int64_t j = begin + k;
     Vec<A> total = load(partial + j, tag);
-    for (int64_t b = 1; b < s.blocks; ++b) total += load(partial + b * s.n + j, tag);
+    for (int64_t b = 1; b < s.blocks; ++b) total += load(partial + b * s.stride + j, tag);
     if constexpr (sizeof(compute_t<T>) == sizeof(A)) {
       store(to + j, total, tag);
     } else {  // a parameter of another width: lane by lane, through float
@@ -80,6 +80,38 @@ inline void sum_blocks_from(const SumBlocksArgs& s, int64_t begin, int64_t end) 
 // Columns [begin, end).
 inline void sum_blocks(const SumBlocksArgs& s, int64_t begin, int64_t end) {
   s.wide ? sum_blocks_from<double>(s, begin, end) : sum_blocks_from<float>(s, begin, end);
+}
+
+template <class T>
+inline void blend(T* running, const double* batch, int64_t n, double momentum, double scale) {
+  using A = compute_t<T>;
+  for (int64_t c = 0; c < n; ++c) {
+    A lanes[Vec<A>::kLanes];
+    store(lanes, load(running + c, Part{1}), Full{});
+    const double next = (1 - momentum) * lanes[0] + momentum * (batch[c] * scale);
+    store(running + c, Vec<A>{A(next)}, Part{1});
+  }
+}
+
+inline void blend_any(void* running, DType dtype, const double* batch, int64_t n, double momentum, double scale) {
+  switch (dtype) {
+    case DType::float32:
+      return blend(static_cast<float*>(running), batch, n, momentum, scale);
+    case DType::bfloat16:
+      return blend(static_cast<bfloat16*>(running), batch, n, momentum, scale);
+    case DType::float16:
+      return blend(static_cast<float16*>(running), batch, n, momentum, scale);
+    case DType::float64:
+      return blend(static_cast<double*>(running), batch, n, momentum, scale);
+  }
+}
+
+// A batch without elements changes nothing.
+inline void update_running(const RunningArgs& a) {
+  if (a.count == 0) return;
+  blend_any(a.running_mean, a.mean_dtype, a.mean, a.channels, a.momentum, 1);
+  const double unbiased = a.count > 1 ? a.count / (a.count - 1) : 1;
+  blend_any(a.running_var, a.var_dtype, a.variance, a.channels, a.momentum, unbiased);
 }
 
 }  // namespace normkit::NORMKIT_ISA

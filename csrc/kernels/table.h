@@ -9,8 +9,23 @@ struct KernelTable {
   const char* name;
   void (*convert_parameter)(const ParameterArgs&);
   void (*sum_blocks)(const SumBlocksArgs&, int64_t begin, int64_t end);
+  void (*update_running)(const RunningArgs&);
   void (*rows_forward)(const RowsForward&, int64_t begin, int64_t end);
   void (*rows_backward)(const RowsBackward&, int64_t begin, int64_t end);
+  void (*group_norm)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*group_norm_backward)(const ChannelsBackward&, int64_t begin, int64_t end);
+  void (*batch_norm)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*batch_norm_normalize)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*batch_norm_backward)(const ChannelsBackward&, int64_t begin, int64_t end);
+  void (*last_moments)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*last_merge)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*last_normalize)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*last_grad_sums)(const ChannelsBackward&, int64_t begin, int64_t end);
+  void (*last_grad_merge)(const ChannelsBackward&, int64_t begin, int64_t end);
+  void (*last_dx)(const ChannelsBackward&, int64_t begin, int64_t end);
+  void (*channel_layer_norm)(const ChannelsForward&, int64_t begin, int64_t end);
+  void (*channel_layer_norm_backward)(const ChannelsBackward&, int64_t begin, int64_t end);
+  int64_t (*channel_layer_norm_tiles)(const Volume&);
 };
 
 extern const KernelTable kBaselineKernels;

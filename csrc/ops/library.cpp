@@ -39,6 +39,34 @@ STABLE_TORCH_LIBRARY(normkit, m) {
   def("gated_rms_norm_out" + gated + ", Tensor(a!) out) -> ()");
   def("gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float weight_offset, "
       "bool gain_in_input, bool silu, bool gate_before, bool want_weight) -> (Tensor dx, Tensor dgate, Tensor dweight)");
+
+  // Channels are dim 1; contiguous and channels-last memory are both native, and the layout is kept.
+  def("group_norm(Tensor x, " + kAffine + "int groups, float eps) -> Tensor");
+  def("group_norm_with_statistics(Tensor x, " + kAffine +
+      "int groups, float eps) -> (Tensor y, Tensor mean, Tensor variance)");
+  def("group_norm_out(Tensor x, " + kAffine + "int groups, float eps, Tensor(a!) out) -> ()");
+  def("group_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor variance, int groups, float eps, "
+      "bool want_weight, ScalarType? bias_dtype) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  // Training: normalize by the batch's own statistics. The mask's 0 positions do not count and give zero.
+  def("batch_norm_train(Tensor x, " + kAffine +
+      "Tensor? mask, float eps) -> (Tensor y, Tensor mean, Tensor variance, Tensor count)");
+  def("batch_norm_train_out(Tensor x, " + kAffine +
+      "Tensor? mask, float eps, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) variance, Tensor(d!) count) -> ()");
+  def("batch_norm(Tensor x, Tensor mean, Tensor variance, " + kAffine + "Tensor? mask, float eps) -> Tensor");
+  def("batch_norm_out(Tensor x, Tensor mean, Tensor variance, " + kAffine +
+      "Tensor? mask, float eps, Tensor(a!) out) -> ()");
+  def("batch_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor variance, Tensor? count, "
+      "Tensor? mask, float eps, bool want_weight, ScalarType? bias_dtype)"
+      " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  def("update_running(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, Tensor count, "
+      "float momentum) -> ()");
+  // LayerNorm over dim 1 of contiguous memory.
+  def("channel_layer_norm(Tensor x, " + kAffine + "float eps) -> Tensor");
+  def("channel_layer_norm_with_statistics(Tensor x, " + kAffine +
+      "float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  def("channel_layer_norm_out(Tensor x, " + kAffine + "float eps, Tensor(a!) out) -> ()");
+  def("channel_layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_weight, "
+      "ScalarType? bias_dtype) -> (Tensor dx, Tensor dweight, Tensor dbias)");
   def("instruction_set() -> str");
 }
 

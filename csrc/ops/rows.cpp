@@ -205,7 +205,7 @@ Gradients run_backward(const Backward& b) {
       std::fill_n(static_cast<char*>(t.mutable_data_ptr()), width * size_of(to), char(0));
       return t;
     }
-    const SumBlocksArgs s{partial.get(), a.blocks, width, wide, t.mutable_data_ptr(), to};
+    const SumBlocksArgs s{partial.get(), a.blocks, width, width, wide, t.mutable_data_ptr(), to};
     const auto kernel = kernels().sum_blocks;
     parallel_for(0, width, 16384, [&](int64_t begin, int64_t end) { kernel(s, begin, end); });
     return t;
