@@ -443,7 +443,7 @@ void channel_layer_norm_out(const Tensor& x, OptionalTensor weight, OptionalTens
 
 std::tuple<Tensor, Tensor, Tensor> channel_layer_norm_backward(const Tensor& grad, const Tensor& x,
                                                                OptionalTensor weight, const Tensor& mean,
-                                                               const Tensor& rstd, bool want_weight,
+                                                               const Tensor& rstd, double /*eps*/, bool want_weight,
                                                                std::optional<ScalarType> bias_dtype) {
   const Input in = input_volume(x);
   const Volume& v = in.shape;
@@ -482,6 +482,7 @@ STABLE_TORCH_LIBRARY_IMPL(normkit, CPU, m) {
   m.impl("batch_norm_train", TORCH_BOX(&batch_norm_train));
   m.impl("batch_norm_train_out", TORCH_BOX(&batch_norm_train_out));
   m.impl("batch_norm", TORCH_BOX(&batch_norm));
+  m.impl("batch_norm_frozen", TORCH_BOX(&batch_norm));
   m.impl("batch_norm_out", TORCH_BOX(&batch_norm_out));
   m.impl("batch_norm_backward", TORCH_BOX(&batch_norm_backward));
   m.impl("update_running", TORCH_BOX(&update_running));

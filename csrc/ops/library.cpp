@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY(normkit, m) {
     def(norm + "_with_statistics(Tensor x, " + kAffine + kOptions + kDtype + ") -> (Tensor y, " + statistics + ")");
     def(norm + "_out(Tensor x, " + kAffine + kOptions + ", Tensor(a!) out) -> ()");
     def(norm + "_backward(Tensor grad, Tensor x, Tensor? weight, " + statistics +
-        ", float weight_offset, bool gain_in_input, Tensor? grad_sum, bool want_weight, ScalarType? bias_dtype)"
+        ", float eps, float weight_offset, bool gain_in_input, Tensor? grad_sum, bool want_weight, ScalarType? bias_dtype)"
         " -> (Tensor dx, Tensor dweight, Tensor dbias)");
     def("add_" + norm + "(Tensor x, Tensor residual, " + kAffine + kOptions + kDtype + ") -> (Tensor y, Tensor sum)");
     def("add_" + norm + "_with_statistics(Tensor x, Tensor residual, " + kAffine + kOptions + kDtype +
@@ -37,8 +37,8 @@ STABLE_TORCH_LIBRARY(normkit, m) {
   def("gated_rms_norm" + gated + ") -> Tensor");
   def("gated_rms_norm_with_statistics" + gated + ") -> (Tensor y, Tensor rstd)");
   def("gated_rms_norm_out" + gated + ", Tensor(a!) out) -> ()");
-  def("gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float weight_offset, "
-      "bool gain_in_input, bool silu, bool gate_before, bool want_weight) -> (Tensor dx, Tensor dgate, Tensor dweight)");
+  def("gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float eps, "
+      "float weight_offset, bool gain_in_input, bool silu, bool gate_before, bool want_weight) -> (Tensor dx, Tensor dgate, Tensor dweight)");
 
   // Channels are dim 1; contiguous and channels-last memory are both native, and the layout is kept.
   def("group_norm(Tensor x, " + kAffine + "int groups, float eps) -> Tensor");
@@ -53,6 +53,8 @@ STABLE_TORCH_LIBRARY(normkit, m) {
   def("batch_norm_train_out(Tensor x, " + kAffine +
       "Tensor? mask, float eps, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) variance, Tensor(d!) count) -> ()");
   def("batch_norm(Tensor x, Tensor mean, Tensor variance, " + kAffine + "Tensor? mask, float eps) -> Tensor");
+  // The same, for graphs that need its gradient: registering one slows every call.
+  def("batch_norm_frozen(Tensor x, Tensor mean, Tensor variance, " + kAffine + "Tensor? mask, float eps) -> Tensor");
   def("batch_norm_out(Tensor x, Tensor mean, Tensor variance, " + kAffine +
       "Tensor? mask, float eps, Tensor(a!) out) -> ()");
   def("batch_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor variance, Tensor? count, "
@@ -65,8 +67,8 @@ STABLE_TORCH_LIBRARY(normkit, m) {
   def("channel_layer_norm_with_statistics(Tensor x, " + kAffine +
       "float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
   def("channel_layer_norm_out(Tensor x, " + kAffine + "float eps, Tensor(a!) out) -> ()");
-  def("channel_layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_weight, "
-      "ScalarType? bias_dtype) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  def("channel_layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps, "
+      "bool want_weight, ScalarType? bias_dtype) -> (Tensor dx, Tensor dweight, Tensor dbias)");
   def("instruction_set() -> str");
 }
 

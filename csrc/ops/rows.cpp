@@ -48,14 +48,19 @@ void check_shape(const Tensor& x, const Tensor& other, const char* name) {
                 " must have the shape of x");
 }
 
-int64_t period_of(const OptionalTensor& weight, const OptionalTensor& bias, int64_t features, int64_t rows) {
-  int64_t n = features;
-  if (weight.has_value()) n = weight->numel();
-  else if (bias.has_value()) n = bias->numel();
-  const int64_t period = features ? n / features : 1;
-  NORMKIT_CHECK(period >= 1 && period * features == n && (rows % period == 0), "normkit: weight or bias of ", n,
-                " elements does not fit ", rows, " rows of ", features);
-  return period;
+// A weight of [features] or of x's last dims: how many rows pass before its gains repeat.
+int64_t period_of(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const OptionalTensor& parameter = weight.has_value() ? weight : bias;
+  if (!parameter.has_value()) return 1;
+  const auto sizes = x.sizes(), wanted = parameter->sizes();
+  bool fits = wanted.size() >= 1 && wanted.size() <= sizes.size();
+  int64_t period = 1;
+  for (size_t d = 1; fits && d <= wanted.size(); ++d) {
+    fits = wanted[wanted.size() - d] == sizes[sizes.size() - d];
+    if (d > 1) period *= wanted[wanted.size() - d];
+  }
+  NORMKIT_CHECK(fits, "normkit: weight or bias must have the shape of x's last dims");
+  return std::max<int64_t>(period, 1);
 }
 
 void run_forward(const Forward& f, Tensor& y, Tensor* sum, Statistics& statistics) {
@@ -68,7 +73,7 @@ void run_forward(const Forward& f, Tensor& y, Tensor* sum, Statistics& statistic
   RowsForward a;
   OptionalTensor keep_x, keep_residual, keep_gate;
   a.features = n;
-  a.period = period_of(f.weight, f.bias, n, rows);
+  a.period = period_of(x, f.weight, f.bias);
   a.x = input_rows(x, "x", keep_x);
   if (f.residual) {
     check_shape(x, *f.residual, "residual");
@@ -108,7 +113,8 @@ void run_forward(const Forward& f, Tensor& y, Tensor* sum, Statistics& statistic
   a.gate_before = f.gate_before;
   // Before the gate multiplies it, the product of two halves is a half; with a wider gain it is not.
   a.round_product = f.gate && !f.gate_before && f.options.round_before_gain && f.weight.has_value() &&
-                    f.options.weight_offset == 0 && dtype_of(*f.weight, "weight") == dtype;
+                    (f.options.weight_offset == 0 || f.options.gain_in_input) &&
+                    dtype_of(*f.weight, "weight") == dtype;
   if (n == 0 || rows == 0) return;
   a.stream = should_stream(rows * n * size_of(a.y.dtype));
   const auto kernel = kernels().rows_forward;
@@ -151,8 +157,7 @@ Gradients run_backward(const Backward& b) {
   OptionalTensor keep_grad, keep_x, keep_sum, keep_gate;
   a.rows = rows;
   a.features = n;
-  const OptionalTensor none;
-  a.period = period_of(b.weight, none, n, rows);
+  a.period = period_of(x, b.weight, {});
   a.blocks = blocks_for(rows, n);
   a.grad = input_rows(b.grad, "grad", keep_grad);
   NORMKIT_CHECK(a.grad.dtype == dtype || (!wide && a.grad.dtype == DType::float32),
@@ -243,8 +248,8 @@ void rms_norm_out(const Tensor& x, OptionalTensor weight, OptionalTensor bias, d
 }
 
 std::tuple<Tensor, Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, OptionalTensor weight,
-                                                     const Tensor& rstd, double weight_offset, bool gain_in_input,
-                                                     OptionalTensor grad_sum, bool want_weight,
+                                                     const Tensor& rstd, double /*eps*/, double weight_offset,
+                                                     bool gain_in_input, OptionalTensor grad_sum, bool want_weight,
                                                      std::optional<ScalarType> bias_dtype) {
   Gradients g = run_backward({.grad = grad, .x = x, .weight = weight, .mean = nullptr, .rstd = rstd,
                               .weight_offset = weight_offset, .gain_in_input = gain_in_input, .grad_sum = grad_sum,
@@ -277,7 +282,8 @@ void layer_norm_out(const Tensor& x, OptionalTensor weight, OptionalTensor bias,
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& x, OptionalTensor weight,
-                                                       const Tensor& mean, const Tensor& rstd, double weight_offset,
+                                                       const Tensor& mean, const Tensor& rstd, double /*eps*/,
+                                                       double weight_offset,
                                                        bool gain_in_input, OptionalTensor grad_sum, bool want_weight,
                                                        std::optional<ScalarType> bias_dtype) {
   Gradients g = run_backward({.grad = grad, .x = x, .weight = weight, .mean = &mean, .rstd = rstd,
@@ -378,7 +384,7 @@ std::tuple<Tensor, Tensor> gated_rms_norm_with_statistics(const Tensor& x, const
 
 std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& gate,
                                                            OptionalTensor weight, const Tensor& rstd,
-                                                           double weight_offset, bool gain_in_input, bool silu,
+                                                           double /*eps*/, double weight_offset, bool gain_in_input, bool silu,
                                                            bool gate_before, bool want_weight) {
   const OptionalTensor none;
   Gradients g = run_backward({.grad = grad, .x = x, .weight = weight, .mean = nullptr, .rstd = rstd,

@@ -1,0 +1,405 @@
+"""The definition: any NormSpec in plain PyTorch.
+
+Tests, benchmarks, the fallback and double backward all import this one function. It runs in any dtype,
+on any device, under every transform, and is exact to float64 rounding when given float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normkit.spec import NormSpec, partial_count
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Statistics(NamedTuple):
+    """What one normalization divides by, with the reduced dims kept (broadcasts against the grouped input)."""
+
+    mean: Tensor
+    """c of the formula; zeros where the spec is not centered."""
+    square: Tensor
+    """s of the formula, before eps."""
+    count: Tensor | int
+    """How many elements share one statistic (a tensor under a mask)."""
+
+
+def normalize(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+) -> Tensor:
+    r"""Evaluate a NormSpec: ``y = (x - c) / sqrt(s + eps) * (weight_offset + weight) + bias``.
+
+    Body order: validate, upcast, statistic, rsqrt, affine, downcast.
+
+    Args:
+        x: the input, float16, bfloat16, float32 or float64; any layout, kept.
+        spec: what to compute.
+        weight: stored gain: features, ``[..., heads, features]`` for ``per_head``, ``[]`` or ``[1]`` for ``scalar``.
+        bias: same shape as the features.
+        gate: same shape as ``x``, required exactly when ``spec.gate`` is set.
+        mask: x's shape without the channel dim, True (or 1) at valid positions. Batch, instance and group only:
+            other positions do not count, and their output is zero.
+        running_mean: given with ``running_var`` (batch and instance only), both ``[C]``: used instead of the
+            input's own statistics.
+        running_var: see ``running_mean``.
+
+    Returns:
+        The result in the dtype that ``spec.output_dtype`` declares, in x's layout.
+
+    Raises:
+        TypeError: an input that is not floating point.
+        ValueError: a missing, superfluous or wrongly shaped argument.
+    """
+    _check(x, spec, weight, bias, gate, mask, running_mean, running_var)
+    compute = compute_dtype(x.dtype, spec)
+    gate_factor = None if gate is None else _activate(gate.to(compute), spec)
+    z = x.to(compute)
+    if mask is not None:  # padding may hold anything, and NaN times a zero gradient is NaN
+        z = torch.where(_align_mask(mask, spec, x.dim()), z, 0)
+    if gate_factor is not None and spec.gate is not None and spec.gate[1] == "before":
+        z = z * gate_factor
+    gain = form_gain(weight, spec, x.dim())
+    shift = None if bias is None else align(bias, spec, x.dim())
+    if running_mean is not None and running_var is not None:
+        y = _with_running(z, spec, gain, shift, running_mean, running_var, x.dtype)
+    else:
+        y = _affine(_standardize(z, spec, mask), spec, gain, shift, x.dtype, weight)
+    if gate_factor is not None and spec.gate is not None and spec.gate[1] == "after":
+        y = y.to(compute) * gate_factor
+    if mask is not None:
+        y = torch.where(_align_mask(mask, spec, x.dim()), y, 0)
+    return y.to(output_dtype(x.dtype, spec, weight, bias))
+
+
+def statistics(x: Tensor, spec: NormSpec, mask: Tensor | None = None) -> Statistics:
+    """The mean and the (squared) spread that `normalize` would divide by, in its compute dtype.
+
+    The variance takes the corrected two-pass form: subtract the mean, subtract the mean of what is left, square.
+    For ``groups > 1`` the channel dim is split in two, and the statistics have that rank.
+    """
+    z = x.to(compute_dtype(x.dtype, spec))
+    valid = None if mask is None else _align_mask(mask, spec, x.dim())
+    _, mean, square, count = _center(_split(z, spec), spec, valid if valid is None else _split_mask(valid, spec))
+    return Statistics(mean, square, count)
+
+
+def compute_dtype(dtype: torch.dtype, spec: NormSpec) -> torch.dtype:
+    """Where the statistic is formed: at least float32, unless the spec never leaves the input's dtype."""
+    return dtype if spec.rounding == "none" else torch.promote_types(dtype, torch.float32)
+
+
+def output_dtype(
+    dtype: torch.dtype, spec: NormSpec, weight: Tensor | None = None, bias: Tensor | None = None
+) -> torch.dtype:
+    """The dtype that the spec declares for its result."""
+    if spec.output_dtype == "weight" and weight is not None:
+        return weight.dtype
+    if spec.output_dtype == "promoted":
+        for parameter in (weight, bias):
+            if parameter is not None:
+                dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
+def form_gain(weight: Tensor | None, spec: NormSpec, ndim: int) -> Tensor | None:
+    """``weight_offset + weight``, in the dtype the spec forms it in, shaped to broadcast against the input."""
+    if weight is None:
+        return None
+    if spec.weight_offset != 0:
+        if spec.gain_dtype == "float32" and spec.rounding != "none":
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        weight = weight + spec.weight_offset
+    return weight if spec.weight_shape != "features" else align(weight, spec, ndim)
+
+
+def align(parameter: Tensor, spec: NormSpec, ndim: int) -> Tensor:
+    """Shape a per-feature or per-channel parameter to broadcast against an input of ``ndim`` dims."""
+    if spec.channel_dim == 1 and ndim > 2:
+        return parameter.reshape(-1, *[1] * (ndim - 2))
+    return parameter
+
+
+def reduced_dims(spec: NormSpec, ndim: int) -> tuple[int, ...]:
+    """The dims that one statistic runs over, in an input of ``ndim`` dims (plus one once groups are split off)."""
+    if isinstance(spec.channel_dim, tuple):
+        return spec.channel_dim
+    channel = spec.channel_dim % ndim
+    split = spec.groups > 1 or spec.axes == "group"
+    within = channel + 1 if split else channel  # the channels of one group, once the channel dim is split
+    space = [d if d < channel or not split else d + 1 for d in range(1, ndim) if d != channel]
+    return {
+        "features": (within,),
+        "batch": (0, *space),
+        "instance": tuple(space),
+        "group": tuple(sorted((within, *space))),
+    }[spec.axes]
+
+
+def _split(x: Tensor, spec: NormSpec) -> Tensor:
+    """Cut the channel dim into (groups, channels of one group) where groups share a statistic."""
+    if spec.groups > 1 or spec.axes == "group":
+        assert isinstance(spec.channel_dim, int)
+        return x.unflatten(spec.channel_dim % x.dim(), (spec.groups, -1))
+    return x
+
+
+def _split_mask(mask: Tensor, spec: NormSpec) -> Tensor:
+    """The aligned mask, with the extra dim that `_split` gives the input."""
+    if spec.groups > 1 or spec.axes == "group":
+        assert isinstance(spec.channel_dim, int)
+        return mask.unsqueeze(spec.channel_dim % mask.dim())
+    return mask
+
+
+def _standardize(z: Tensor, spec: NormSpec, mask: Tensor | None) -> Tensor:
+    """x̂: the input with its mean removed (if centered), divided by the root of its statistic."""
+    valid = None if mask is None else _align_mask(mask, spec, z.dim())
+    groups = _split(z, spec)
+    scale = _overflow_scale(groups, spec)
+    groups = groups if scale is None else groups * scale
+    d, _, s, _ = _center(groups, spec, None if valid is None else _split_mask(valid, spec))
+    eps: float | Tensor = spec.eps if scale is None else spec.eps * scale
+    if spec.eps_at == "variance":
+        normalized = d * torch.rsqrt(s + (eps if scale is None else eps * scale))
+    elif spec.eps_at == "std":
+        normalized = d / (_root(s) + eps)
+    else:
+        normalized = d / (torch.maximum(_root(s), eps) if isinstance(eps, Tensor) else _root(s).clamp_min(eps))
+    return normalized.reshape(z.shape) if groups.dim() == z.dim() else normalized.flatten(*_channel_pair(spec, z.dim()))
+
+
+def _channel_pair(spec: NormSpec, ndim: int) -> tuple[int, int]:
+    assert isinstance(spec.channel_dim, int)
+    channel = spec.channel_dim % ndim
+    return channel, channel + 1
+
+
+def _center(x: Tensor, spec: NormSpec, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
+    """(x - c, c, s, n) over the dims that share a statistic."""
+    dims = reduced_dims(spec, x.dim() - (1 if spec.groups > 1 or spec.axes == "group" else 0))
+    inside = x
+    if spec.partial < 1:
+        inside = x.narrow(dims[0], 0, partial_count(spec.partial, x.shape[dims[0]]))
+    count = _count(inside, dims, valid)
+    if spec.centered:
+        mean = _mean(inside, dims, valid, count)
+        d, rest = x - mean, inside - mean
+        if x.dtype not in _HALF:  # the mean's own rounding error, which grows with |mean| / std
+            correction = _mean(rest, dims, valid, count)
+            d, rest, mean = d - correction, rest - correction, mean + correction
+    else:
+        d, rest, mean = x, inside, x
+    if spec.statistic == "mean_square":
+        s = _mean(rest.pow(2), dims, valid, count)
+    else:
+        s = _sum(rest.pow(2), dims, valid)
+        if spec.statistic == "unbiased":
+            s = s / (count - 1)
+    return d, mean if spec.centered else torch.zeros_like(s), s, count
+
+
+def _count(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor | int:
+    if valid is None:
+        return math.prod(x.shape[d] for d in dims)
+    count = valid.sum(dims, keepdim=True)
+    for d in dims:  # a dim that the mask does not have (the channels of a group) counts in full
+        if valid.shape[d] == 1:
+            count = count * x.shape[d]
+    return count.clamp_min(1)  # an all-padding group has no output; keep it from dividing by zero
+
+
+def _sum(x: Tensor, dims: tuple[int, ...], valid: Tensor | None) -> Tensor:
+    x = x if valid is None else torch.where(valid, x, 0)
+    return x.sum(dims, keepdim=True) if dims else x  # torch reads an empty tuple as all dims
+
+
+def _mean(x: Tensor, dims: tuple[int, ...], valid: Tensor | None, count: Tensor | int) -> Tensor:
+    if valid is None:  # spelled as model code spells it, so that half-precision results keep its bits
+        return x.mean(dims, keepdim=True) if dims else x
+    return _sum(x, dims, valid) / count
+
+
+def _root(s: Tensor) -> Tensor:
+    """sqrt with a zero gradient at zero, where autograd's own gives inf and then NaN."""
+    positive = s != 0
+    return torch.where(positive, torch.where(positive, s, 1).sqrt(), torch.zeros_like(s))
+
+
+def _overflow_scale(x: Tensor, spec: NormSpec) -> Tensor | None:
+    """A power of two per statistic that keeps squares inside the dtype.
+
+    A norm does not change when x and eps scale together, and a power of two rounds nothing: rows of ordinary size
+    get the factor 1 and keep their bits; rows whose squares would overflow come out right instead of zero.
+    Without an eps, rows whose squares would underflow do too.
+    """
+    if x.dtype in _HALF or x.numel() == 0:
+        return None
+    dims = reduced_dims(spec, x.dim() - (1 if spec.groups > 1 or spec.axes == "group" else 0))
+    if not dims:
+        return None
+    largest = x.detach().abs().amax(dims, keepdim=True)
+    exponent = torch.frexp(largest).exponent
+    bound = math.frexp(torch.finfo(x.dtype).max)[1] // 2 - 24  # 2^24 elements may add up
+    needed = exponent > bound
+    if spec.eps == 0:
+        needed = needed | (exponent < -bound) & (largest > 0)
+    shift = torch.where(needed & torch.isfinite(largest), -exponent, 0)
+    return torch.ldexp(torch.ones_like(largest), shift)
+
+
+def _affine(
+    normalized: Tensor,
+    spec: NormSpec,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    weight: Tensor | None,
+) -> Tensor:
+    """Gain and bias, with the rounding that the spec puts before or after them."""
+    if spec.rounding == "after_gain":
+        if gain is not None:
+            normalized = normalized * gain.to(normalized.dtype)
+        return normalized if shift is None else normalized + shift.to(normalized.dtype)
+    if spec.rounding == "before_gain":
+        rounded = weight.dtype if spec.output_dtype == "weight" and weight is not None else dtype
+        normalized = normalized.to(rounded)
+    if gain is not None:
+        normalized = normalized * gain
+    return normalized if shift is None else normalized + shift
+
+
+def _with_running(
+    z: Tensor,
+    spec: NormSpec,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Normalize by given statistics."""
+    mean, var = align(running_mean, spec, z.dim()), align(running_var, spec, z.dim())
+    if spec.rounding != "none":
+        mean, var = mean.to(z.dtype), var.to(z.dtype)
+    if spec.eps_at == "variance":
+        inverse = torch.rsqrt(var + spec.eps)
+    elif spec.eps_at == "std":
+        inverse = 1 / (var.sqrt() + spec.eps)
+    else:
+        inverse = 1 / var.sqrt().clamp_min(spec.eps)
+    if spec.rounding == "none":  # folded first, as frozen batch norms do: in half precision the bits depend on it
+        scale = inverse if gain is None else gain * inverse
+        offset = -mean * scale if shift is None else shift - mean * scale
+        return z * scale + offset
+    return _affine((z - mean) * inverse, spec, gain, shift, dtype, None)
+
+
+def _activate(gate: Tensor, spec: NormSpec) -> Tensor:
+    assert spec.gate is not None
+    return torch.nn.functional.silu(gate) if spec.gate[0] == "silu" else torch.sigmoid(gate)
+
+
+def _align_mask(mask: Tensor, spec: NormSpec, ndim: int) -> Tensor:
+    assert isinstance(spec.channel_dim, int)
+    return mask.to(torch.bool).unsqueeze(spec.channel_dim % ndim)
+
+
+def _check(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    mask: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
+    shape = feature_shape(x, spec)
+    if spec.groups > 1 and shape[0] % spec.groups:
+        raise ValueError(f"groups={spec.groups} does not divide the {shape[0]} features of x, shape {tuple(x.shape)}")
+    for name, parameter, wanted in (("weight", weight, spec.has_weight), ("bias", bias, spec.has_bias)):
+        if (parameter is not None) != wanted:
+            raise ValueError(f"{name} is {'missing' if wanted else 'given'}, but the spec has has_{name}={wanted}")
+    if weight is not None:
+        _check_weight(weight, spec, shape, x)
+    if bias is not None and tuple(bias.shape) != shape:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; x of shape {tuple(x.shape)} needs {shape}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.device != x.device:
+            raise ValueError(f"{name} is on {parameter.device} but x is on {x.device}; move one of them")
+    if (gate is not None) != (spec.gate is not None):
+        raise ValueError(f"gate is {'given' if gate is not None else 'missing'}, but the spec has gate={spec.gate}")
+    if gate is not None and gate.shape != x.shape:
+        raise ValueError(f"gate has shape {tuple(gate.shape)}; it must equal x's, {tuple(x.shape)}")
+    _check_mask(x, spec, mask)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must be given together")
+    if running_mean is not None and running_var is not None:
+        if spec.axes not in ("batch", "instance"):
+            raise ValueError(f"running statistics need axes='batch' or 'instance'; the spec has {spec.axes!r}")
+        for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
+            if tuple(buffer.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(buffer.shape)}; x of shape {tuple(x.shape)} needs {shape}")
+    if spec.statistic == "unbiased" and running_mean is None and mask is None and x.numel() > 0:
+        n = partial_count(spec.partial, x.numel() // max(1, _statistic_count(x, spec)))
+        if n < 2:
+            raise ValueError(f"statistic='unbiased' needs at least 2 elements; x of shape {tuple(x.shape)} gives {n}")
+
+
+def _statistic_count(x: Tensor, spec: NormSpec) -> int:
+    """How many separate statistics x has."""
+    groups = _split(x, spec)
+    dims = {d % groups.dim() for d in reduced_dims(spec, x.dim())}
+    return math.prod(size for d, size in enumerate(groups.shape) if d not in dims)
+
+
+def feature_shape(x: Tensor, spec: NormSpec) -> tuple[int, ...]:
+    """The shape of the features (or channels) of x; ValueError where x has too few dims for the spec."""
+    if isinstance(spec.channel_dim, tuple):
+        needed = len(spec.channel_dim)
+    else:
+        needed = 2 if spec.channel_dim == 1 or spec.axes != "features" else 1
+    if x.dim() < needed:
+        raise ValueError(f"x has shape {tuple(x.shape)}; axes={spec.axes!r} with channel_dim={spec.channel_dim} "
+                         f"needs at least {needed} dims")  # fmt: skip
+    if isinstance(spec.channel_dim, tuple):
+        return tuple(x.shape[-needed:])
+    return (x.shape[spec.channel_dim],)
+
+
+def _check_weight(weight: Tensor, spec: NormSpec, shape: tuple[int, ...], x: Tensor) -> None:
+    if spec.weight_shape == "scalar":
+        ok, needs = weight.numel() == 1 and weight.dim() <= 1, "() or (1,)"
+    elif spec.weight_shape == "per_head":
+        ok = 2 <= weight.dim() <= x.dim() and weight.shape[-1] == shape[0]
+        ok = ok and all(w in (1, n) for w, n in zip(reversed(weight.shape), reversed(x.shape), strict=False))
+        needs = f"(..., heads, {shape[0]}) that broadcasts against x"
+    else:
+        ok, needs = tuple(weight.shape) == shape, str(shape)
+    if not ok:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {needs}")
+
+
+def _check_mask(x: Tensor, spec: NormSpec, mask: Tensor | None) -> None:
+    if mask is None:
+        return
+    if spec.axes == "features":
+        raise ValueError("mask has no meaning for axes='features': each position has its own statistic")
+    assert isinstance(spec.channel_dim, int)
+    needed = tuple(n for d, n in enumerate(x.shape) if d != spec.channel_dim % x.dim())
+    if tuple(mask.shape) != needed:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; x of shape {tuple(x.shape)} needs {needed}")
