@@ -146,31 +146,23 @@ NORMKIT_INLINE Vec<A> keep(const Vec<A>& v, Part t) {
   return where_less(lane_index<A>(), Vec<A>(A(t.n)), v, Vec<A>());
 }
 
-// The sum of the lanes, as a tree: i + (i + 8), then i + (i + 4), ...
-template <class A>
-NORMKIT_INLINE A reduce(const Vec<A>& v) {
-  A lanes[Vec<A>::kLanes];
+// The sum of the lanes in double, as a tree: i + (i + 8), then i + (i + 4), ... What float lanes have gathered is nearly
+// exact, and adding sixteen of them in float would spoil it.
+NORMKIT_INLINE double reduce(const Vec<double>& v) {
+  double lanes[8];
   memcpy(lanes, v.part, 64);
-  for (int w = Vec<A>::kLanes / 2; w > 0; w /= 2)
-    for (int i = 0; i < w; ++i) lanes[i] += lanes[i + w];
-  return lanes[0];
+  const double a = lanes[0] + lanes[4], b = lanes[1] + lanes[5], c = lanes[2] + lanes[6], d = lanes[3] + lanes[7];
+  return (a + c) + (b + d);
 }
-template <>
-NORMKIT_INLINE float reduce(const Vec<float>& v) {
-  typedef float V4 __attribute__((vector_size(16)));
-#if defined(__AVX512F__)
-  typedef float V8 __attribute__((vector_size(32)));
-  const V8 a = __builtin_shufflevector(v.part[0], v.part[0], 0, 1, 2, 3, 4, 5, 6, 7) +
-               __builtin_shufflevector(v.part[0], v.part[0], 8, 9, 10, 11, 12, 13, 14, 15);
-#elif defined(__AVX__)
-  const Vec<float>::Native a = v.part[0] + v.part[1];
-#endif
-#if defined(__AVX__)
-  const V4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-#else
-  const V4 b = (v.part[0] + v.part[2]) + (v.part[1] + v.part[3]);
-#endif
-  return (b[0] + b[2]) + (b[1] + b[3]);
+NORMKIT_INLINE double reduce(const Vec<float>& v) {
+  typedef float Half __attribute__((vector_size(kNativeBytes / 2)));
+  typedef double Wide __attribute__((vector_size(kNativeBytes)));
+  Half half[2 * Vec<float>::kParts];
+  memcpy(half, v.part, 64);
+  Vec<double> sum;
+  for (int i = 0; i < Vec<double>::kParts; ++i)
+    sum.part[i] = __builtin_convertvector(half[i], Wide) + __builtin_convertvector(half[i + Vec<double>::kParts], Wide);
+  return reduce(sum);
 }
 
 template <class A>

@@ -151,7 +151,7 @@ Gradients run_backward(const Backward& b) {
   const DType dtype = dtype_of(x, "x");
   const bool wide = is_wide(dtype);
   check_shape(x, b.grad, "grad");
-  NORMKIT_CHECK(b.rstd.numel() == rows && dtype_of(b.rstd, "rstd") == compute_of(dtype) && b.rstd.is_contiguous(),
+  NORMKIT_CHECK((n == 0 || b.rstd.numel() == rows) && dtype_of(b.rstd, "rstd") == compute_of(dtype) && b.rstd.is_contiguous(),
                 "normkit: rstd does not belong to x");
   RowsBackward a;
   OptionalTensor keep_grad, keep_x, keep_sum, keep_gate;
@@ -184,7 +184,7 @@ Gradients run_backward(const Backward& b) {
   a.gain = gain.get();
   a.rstd = b.rstd.const_data_ptr();
   if (b.mean) {
-    NORMKIT_CHECK(b.mean->numel() == rows && dtype_of(*b.mean, "mean") == DType::float64 && b.mean->is_contiguous(),
+    NORMKIT_CHECK((n == 0 || b.mean->numel() == rows) && dtype_of(*b.mean, "mean") == DType::float64 && b.mean->is_contiguous(),
                   "normkit: mean does not belong to x");
     a.mean = static_cast<const double*>(b.mean->const_data_ptr());
     a.centered = true;

@@ -15,6 +15,15 @@ from normkit.ops.channels import channel_layer_norm as channel_layer_norm
 from normkit.ops.channels import group_norm as group_norm
 from normkit.ops.channels import instance_norm as instance_norm
 from normkit.ops.channels import update_running as update_running
+from normkit.ops.out import add_layer_norm_out as add_layer_norm_out
+from normkit.ops.out import add_rms_norm_out as add_rms_norm_out
+from normkit.ops.out import batch_norm_out as batch_norm_out
+from normkit.ops.out import batch_norm_train_out as batch_norm_train_out
+from normkit.ops.out import channel_layer_norm_out as channel_layer_norm_out
+from normkit.ops.out import gated_rms_norm_out as gated_rms_norm_out
+from normkit.ops.out import group_norm_out as group_norm_out
+from normkit.ops.out import layer_norm_out as layer_norm_out
+from normkit.ops.out import rms_norm_out as rms_norm_out
 from normkit.ops.references import add_layer_norm_reference as add_layer_norm_reference
 from normkit.ops.references import add_rms_norm_reference as add_rms_norm_reference
 from normkit.ops.references import batch_norm_reference as batch_norm_reference

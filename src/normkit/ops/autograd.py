@@ -67,6 +67,8 @@ def _make_function(
         setup(ctx, inputs, output)
         if outputs == 1:
             return output if isinstance(output, Tensor) else output[0]
+        if len(output) == outputs:  # the statistics are returned
+            formulas.mark_statistics(ctx, name, tuple(output))
         return tuple(output[:outputs])
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

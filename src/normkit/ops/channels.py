@@ -110,6 +110,8 @@ def update_running(
         (torch.ops.normkit.update_running if _compiling() else _update_running)(
             running_mean, running_var, mean, variance, count, momentum
         )
+        if not _compiling():  # a stable-ABI operator does not do it
+            torch.autograd.graph.increment_version((running_mean, running_var))
         return
     with torch.no_grad():
         some = count > 0

@@ -18,14 +18,15 @@ from normkit.ops import references as ref
 _ops = torch.ops.normkit
 
 
-def _no_statistics_grad(*grads: Tensor | None) -> None:
-    if any(g is not None for g in grads):
-        raise RuntimeError("normkit: the saved statistics of a norm are not differentiable; compute them from x instead")
+def mark_statistics(ctx: Any, name: str, output: Any) -> None:
+    """Saved statistics carry no gradient: compute them from x where one is wanted."""
+    if isinstance(output, tuple) and not name.endswith("_backward"):
+        ctx.mark_non_differentiable(*output[2 if name.startswith("add_") else 1 :])
 
 
 def _kernel_grad(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient in a dtype that the kernel takes beside x: its own or float32."""
-    return grad if grad.dtype == x.dtype or grad.dtype == torch.float32 else grad.to(x.dtype)
+    return grad if grad.dtype in (x.dtype, torch.float32) else grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 # ---- rows ----
@@ -51,7 +52,6 @@ def _row_grads(ctx: Any, grad: Tensor, x: Tensor, grad_sum: Tensor | None, needs
 
 
 def _row_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
-    _no_statistics_grad(*statistics)
     rest = (None,) * 5
     if grad is None:
         return None, None, None, *rest
@@ -69,7 +69,6 @@ def _add_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> N
 def _add_backward(
     ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *statistics: Tensor | None
 ) -> tuple[Any, ...]:
-    _no_statistics_grad(*statistics)
     rest = (None,) * 5
     total = ctx.saved_tensors[0]
     if grad is None:
@@ -90,7 +89,6 @@ def _gated_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) ->
 
 
 def _gated_backward(ctx: Any, grad: Tensor | None, rstd_grad: Tensor | None = None) -> tuple[Any, ...]:
-    _no_statistics_grad(rstd_grad)
     rest = (None,) * 6
     if grad is None:
         return None, None, None, *rest
@@ -126,7 +124,6 @@ def _group_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) ->
 
 
 def _group_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
-    _no_statistics_grad(*statistics)
     if grad is None:
         return (None,) * 5
     x, weight, bias, mean, variance = ctx.saved_tensors
@@ -142,7 +139,6 @@ def _batch_train_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ..
 
 
 def _batch_train_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
-    _no_statistics_grad(*statistics)
     if grad is None:
         return (None,) * 5
     x, weight, bias, mask, mean, variance, count = ctx.saved_tensors
@@ -171,7 +167,6 @@ def _channel_layer_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, 
 
 
 def _channel_layer_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
-    _no_statistics_grad(*statistics)
     if grad is None:
         return (None,) * 4
     x, weight, bias, mean, rstd = ctx.saved_tensors

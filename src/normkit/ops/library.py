@@ -200,7 +200,15 @@ def _register() -> None:
     for name, fake in OPERATORS.items():
         torch.library.register_fake(f"normkit::{name}", fake)
     for name, (setup, backward) in formulas.GRADIENTS.items():
-        torch.library.register_autograd(f"normkit::{name}", backward, setup_context=setup)
+        torch.library.register_autograd(f"normkit::{name}", backward, setup_context=_marking(name, setup))
+
+
+def _marking(name: str, setup: Callable[..., None]) -> Callable[..., None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup(ctx, inputs, output)
+        formulas.mark_statistics(ctx, name, output)
+
+    return setup_context
 
 
 if LOADED:

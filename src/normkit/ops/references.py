@@ -58,23 +58,29 @@ def _row_norm(
     gate_kind: Gate | None = None,
 ) -> Tensor:
     dtype = dtype or x.dtype
-    # Where the normalized value is rounded before the gain: to a half stream's own dtype, else to a half output's.
     output: OutputDtype = "input"
-    if round_before_gain and dtype != x.dtype:
-        output = "promoted" if x.dtype in _HALF else "weight"
+    if not round_before_gain and x.is_floating_point():
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # exact; and only `dtype` rounds
+    elif dtype != x.dtype and x.dtype in _HALF:  # rounded to x's dtype, and the product to `dtype` alone
+        output = "promoted"
+        if weight is not None:
+            weight = weight if gain_in_input else weight.to(torch.promote_types(weight.dtype, torch.float32))
+            weight = (weight + weight_offset).to(torch.promote_types(weight.dtype, torch.float32))
+            weight_offset, gain_in_input = 0.0, False
+    elif dtype != x.dtype and weight is not None and weight.dtype == dtype:
+        output = "weight"
     weight_shape: WeightShape = "features"
     if weight is not None and weight.dim() != 1:
         weight_shape = "per_head" if weight.dim() > 1 else "scalar"
-    if bias is not None and bias.dim() > 1:  # a spec's bias has the features' shape: add this one by hand
-        y = _row_norm(
-            centered, x, weight, None, eps, weight_offset, gain_in_input, round_before_gain, torch.float32, gate
-        )
-        return (y + bias).to(dtype)
+    per_head_bias = bias if bias is not None and bias.dim() > 1 else None  # a spec's bias has the features' shape
+    if per_head_bias is not None:
+        bias = None
     spec = row_spec(
         centered, eps, weight_offset, gain_in_input, round_before_gain, weight is not None, bias is not None,
         weight_shape, output, gate_kind,
     )  # fmt: skip
-    return normalize(x, spec, weight, bias, gate=gate).to(dtype)
+    y = normalize(x, spec, weight, bias, gate=gate)
+    return (y if per_head_bias is None else y + per_head_bias).to(dtype)
 
 
 def rms_norm_reference(

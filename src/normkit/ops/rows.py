@@ -45,11 +45,15 @@ def _fits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dt
     return fits and (bias is None or (bias.shape == first.shape and bias.is_cpu and bias.dtype in _FLOATS))
 
 
-def _rounds_oddly(bias: Tensor | None, round_before_gain: bool, x: Tensor, dtype: torch.dtype | None) -> bool:
-    """Roundings that no kernel has: between gain and bias, or between two half types."""
-    if not round_before_gain:
+def _rounds_oddly(
+    weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None, stream: torch.dtype
+) -> bool:
+    """Roundings before the gain that no kernel has: with a bias after it, or to a type that is not the output's."""
+    if bias is not None:
+        return True
+    if dtype is None or dtype == stream or dtype not in _HALF:
         return False
-    return bias is not None or (dtype is not None and dtype != x.dtype and dtype in _HALF and x.dtype in _HALF)
+    return stream in _HALF or weight is None or weight.dtype != dtype
 
 
 def rms_norm(
@@ -64,7 +68,7 @@ def rms_norm(
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * (weight_offset + weight) + bias`` over the last dim."""
     args = (x, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
-    if not native(x) or (round_before_gain and _rounds_oddly(bias, True, x, dtype)):
+    if not native(x) or (round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype)):
         return ref.rms_norm_reference(*args)
     needs = needs_grad(x, weight, bias)
     if _compiling():
@@ -89,7 +93,7 @@ def layer_norm(
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * (weight_offset + weight) + bias`` over the last dim."""
     args = (x, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
-    if not native(x) or (round_before_gain and _rounds_oddly(bias, True, x, dtype)):
+    if not native(x) or (round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype)):
         return ref.layer_norm_reference(*args)
     needs = needs_grad(x, weight, bias)
     if _compiling():
@@ -118,7 +122,7 @@ def _add_norm(
     rounds = round_before_gain and (residual.dtype in _HALF or (dtype or x.dtype) != x.dtype)
     args = (x, residual, weight, bias, eps, weight_offset, gain_in_input, rounds, dtype)
     plain = ref.add_layer_norm_reference if centered else ref.add_rms_norm_reference
-    if not native(x) or _rounds_oddly(bias, rounds, residual, dtype or x.dtype):
+    if not native(x) or (rounds and _rounds_oddly(weight, bias, dtype or x.dtype, residual.dtype)):
         return plain(*args)
     needs = needs_grad(x, residual, weight, bias)
     if _compiling():
