@@ -38,9 +38,11 @@ def _row_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _row_grads(ctx: Any, grad: Tensor, x: Tensor, grad_sum: Tensor | None, needs: Sequence[bool]) -> tuple[Any, ...]:
-    """(dx, dweight, dbias) by the backward operator."""
-    _, weight, bias, *statistics = ctx.saved_tensors
+def _row_grads(
+    ctx: Any, grad: Tensor, saved: Sequence[Any], grad_sum: Tensor | None, needs: Sequence[bool]
+) -> tuple[Any, ...]:
+    """(dx, dweight, dbias) by the backward operator. (Checkpointing lets saved tensors be read only once.)"""
+    x, weight, bias, *statistics = saved
     operator = _ops.rms_norm_backward if len(statistics) == 1 else _ops.layer_norm_backward
     want_weight = needs[1] and weight is not None
     want_bias = needs[2] and bias is not None
@@ -55,7 +57,7 @@ def _row_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> 
     rest = (None,) * 5
     if grad is None:
         return None, None, None, *rest
-    return *_row_grads(ctx, grad, ctx.saved_tensors[0], None, ctx.needs_input_grad), *rest
+    return *_row_grads(ctx, grad, ctx.saved_tensors, None, ctx.needs_input_grad), *rest
 
 
 def _add_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
@@ -70,13 +72,14 @@ def _add_backward(
     ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *statistics: Tensor | None
 ) -> tuple[Any, ...]:
     rest = (None,) * 5
-    total = ctx.saved_tensors[0]
+    saved = ctx.saved_tensors
+    total = saved[0]
     if grad is None:
         dx, dweight, dbias = grad_sum, None, None
     else:
         if grad_sum is not None and grad_sum.dtype != total.dtype:
             grad_sum = grad_sum.to(total.dtype)
-        dx, dweight, dbias = _row_grads(ctx, grad, total, grad_sum, ctx.needs_input_grad[1:])
+        dx, dweight, dbias = _row_grads(ctx, grad, saved, grad_sum, ctx.needs_input_grad[1:])
     if dx is None:
         return None, None, None, None, *rest
     return dx.to(ctx.x_dtype), dx, dweight, dbias, *rest

@@ -12,22 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.ops import references as ref
+from normkit.ops import channels, rows
 from normkit.ops.autograd import native
 
 _bump: Callable[[Tensor], None] = torch.autograd.graph.increment_version
 _compiling = torch.compiler.is_compiling
 
 
-def _defaults(plain: Callable[..., Any]) -> tuple[Any, ...]:
-    """The plain form's default arguments, by position."""
-    return tuple(p.default for p in inspect.signature(plain).parameters.values() if p.name != "dtype")
-
-
-def _make_out(name: str, plain: Callable[..., Any], *outputs: str) -> Callable[..., Any]:
+def _make_out(entry: Callable[..., Any], *outputs: str) -> Callable[..., Any]:
+    name = entry.__name__
     operator = f"{name}_out"
-    defaults = _defaults(plain)
-    takes_dtype = "dtype" in inspect.signature(plain).parameters
+    parameters = inspect.signature(entry).parameters
+    defaults = tuple(p.default for p in parameters.values() if p.name != "dtype")
+    takes_dtype = "dtype" in parameters
 
     def write(*args: Any, **given: Tensor) -> Any:
         if set(given) != set(outputs):
@@ -44,7 +41,7 @@ def _make_out(name: str, plain: Callable[..., Any], *outputs: str) -> Callable[.
                     if _compiling():
                         raise
             if not done:
-                results = plain(*args, targets[0].dtype) if takes_dtype else plain(*args)
+                results = entry(*args, targets[0].dtype) if takes_dtype else entry(*args)
                 for target, result in zip(targets, results if isinstance(results, tuple) else (results,), strict=True):
                     if target.shape != result.shape:
                         raise ValueError(f"out has shape {tuple(target.shape)}; the result has {tuple(result.shape)}")
@@ -59,14 +56,12 @@ def _make_out(name: str, plain: Callable[..., Any], *outputs: str) -> Callable[.
     return write
 
 
-rms_norm_out = _make_out("rms_norm", ref.rms_norm_reference, "out")
-layer_norm_out = _make_out("layer_norm", ref.layer_norm_reference, "out")
-add_rms_norm_out = _make_out("add_rms_norm", ref.add_rms_norm_reference, "out", "sum")
-add_layer_norm_out = _make_out("add_layer_norm", ref.add_layer_norm_reference, "out", "sum")
-gated_rms_norm_out = _make_out("gated_rms_norm", ref.gated_rms_norm_reference, "out")
-group_norm_out = _make_out("group_norm", ref.group_norm_reference, "out")
-batch_norm_out = _make_out("batch_norm", ref.batch_norm_reference, "out")
-batch_norm_train_out = _make_out(
-    "batch_norm_train", ref.batch_norm_train_reference, "out", "mean", "variance", "count"
-)
-channel_layer_norm_out = _make_out("channel_layer_norm", ref.channel_layer_norm_reference, "out")
+rms_norm_out = _make_out(rows.rms_norm, "out")
+layer_norm_out = _make_out(rows.layer_norm, "out")
+add_rms_norm_out = _make_out(rows.add_rms_norm, "out", "sum")
+add_layer_norm_out = _make_out(rows.add_layer_norm, "out", "sum")
+gated_rms_norm_out = _make_out(rows.gated_rms_norm, "out")
+group_norm_out = _make_out(channels.group_norm, "out")
+batch_norm_out = _make_out(channels.batch_norm, "out")
+batch_norm_train_out = _make_out(channels.batch_norm_train, "out", "mean", "variance", "count")
+channel_layer_norm_out = _make_out(channels.channel_layer_norm, "out")
