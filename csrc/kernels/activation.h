@@ -35,9 +35,14 @@ NORMKIT_INLINE Vec<double> exp_of(const Vec<double>& x) {
 }
 
 // 1 / (1 + exp(-z)), from exp(-|z|) so that nothing overflows.
-// Out of line: it is long, and every loop that inlined it would hold six copies.
+// Long enough to be out of line where a Vec is several registers: every loop that inlined it would hold six copies.
+#if defined(__AVX512F__)
+#define NORMKIT_SIGMOID NORMKIT_INLINE
+#else
+#define NORMKIT_SIGMOID __attribute__((noinline))
+#endif
 template <class A>
-__attribute__((noinline)) Vec<A> sigmoid(Vec<A> z) {
+NORMKIT_SIGMOID Vec<A> sigmoid(Vec<A> z) {
   const Vec<A> zero, one(A(1));
   const Vec<A> e = exp_of(where_less(z, zero, z, zero - z));
   return where_less(z, zero, e, one) / (one + e);

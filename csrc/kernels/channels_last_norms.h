@@ -96,6 +96,36 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
 
 // ---- backward ----
 
+// Add the sums of one piece of rows for V vectors of columns.
+template <class X, int V, class Tag>
+NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, const int64_t* rows, int64_t n, int64_t column, Tag tag,
+                                    const ChannelCoefficients<compute_t<X>>& k, double* sums) {
+  using A = compute_t<X>;
+  constexpr int L = Vec<A>::kLanes;
+  Vec<A> high[V], low[V], sum[V], sum_centred[V];
+  for (int v = 0; v < V; ++v) {
+    high[v] = load(k.high + column + v * L, tag);
+    low[v] = load(k.low + column + v * L, tag);
+  }
+  for (int64_t r = 0; r < n; ++r)
+    for (int v = 0; v < V; ++v) {
+      const int64_t at = rows[r] + column + v * L;
+      const Vec<A> grad = load(g + at, tag);
+      sum[v] += grad;
+      sum_centred[v] += grad * ((load(x + at, tag) - high[v]) - low[v]);
+    }
+  for (int v = 0; v < V; ++v) {
+    A s[L], h[L];
+    store(s, sum[v], Full{});
+    store(h, sum_centred[v], Full{});
+    for (int i = 0; i < used_lanes<A>(tag); ++i) {
+      const int64_t c = column + v * L + i;
+      sums[c] += s[i];
+      sums[k.channels + c] += h[i] * double(k.rstd[c]);
+    }
+  }
+}
+
 // Unit (sample, block): sums of grad and grad * x̂ per channel, in short float sums added up in double.
 template <class X>
 void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
@@ -103,34 +133,26 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
   constexpr int L = Vec<A>::kLanes;
   const int64_t channels = a.shape.channels, space = a.shape.space;
   ChannelCoefficients<A> k(channels);
+  int64_t rows[kRowsPerPiece];
+  int64_t filled = -1;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t sample = unit / a.blocks, block = unit % a.blocks;
-    k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+    if (sample != filled) k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+    filled = sample;
     double* sums = a.partial + unit * 2 * channels;
     memset(sums, 0, 2 * channels * sizeof(double));
     const X* g = static_cast<const X*>(a.grad) + sample * space * channels;
     const X* x = static_cast<const X*>(a.x) + sample * space * channels;
     const uint8_t* mask = a.mask ? a.mask + sample * space : nullptr;
     const int64_t last = space * (block + 1) / a.blocks;
-    for (int64_t first = space * block / a.blocks; first < last; first += kRowsPerPiece) {
-      const int64_t stop = smaller(first + kRowsPerPiece, last);
-      for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        const Vec<A> high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag);
-        Vec<A> sum, sum_hat;
-        for (int64_t row = first; row < stop; ++row) {
-          if (mask && !mask[row]) continue;
-          const Vec<A> grad = load(g + row * channels + c, tag);
-          sum += grad;
-          sum_hat += grad * (((load(x + row * channels + c, tag) - high) - low) * rstd);
-        }
-        A s[L], h[L];
-        store(s, sum, Full{});
-        store(h, sum_hat, Full{});
-        for (int i = 0; i < used_lanes<A>(tag); ++i) {
-          sums[c + i] += s[i];
-          sums[channels + c + i] += h[i];
-        }
-      });
+    for (int64_t next = space * block / a.blocks; next < last;) {
+      int64_t n = 0;
+      for (; next < last && n < kRowsPerPiece; ++next)
+        if (!mask || mask[next]) rows[n++] = next * channels;
+      int64_t c = 0;
+      for (; c + 4 * L <= channels; c += 4 * L) piece_grad_sums<X, 4>(g, x, rows, n, c, Full{}, k, sums);
+      for (; c + L <= channels; c += L) piece_grad_sums<X, 1>(g, x, rows, n, c, Full{}, k, sums);
+      if (c < channels) piece_grad_sums<X, 1>(g, x, rows, n, c, Part{int(channels - c)}, k, sums);
     }
   }
 }

@@ -57,8 +57,7 @@ void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
     const X* x = static_cast<const X*>(a.x) + c * space;
     X* y = static_cast<X*>(a.y) + c * space;
     Moments m;
-    for (int64_t i = 0; i < a.shape.samples; ++i)
-      segment_moments<X, Masked>(x + i * stride, Masked ? a.mask + i * space : nullptr, space, m);
+    strided_moments<X, Masked>(x, a.mask, a.shape.samples, stride, space, m);
     const double variance = m.count > 0 ? m.squares / m.count : 0;
     a.mean[c] = m.mean;
     a.variance[c] = variance;
@@ -74,14 +73,24 @@ void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
 template <class X, bool Masked>
 void normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
-  const int64_t space = a.shape.space;
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t c = unit % a.shape.channels;
-    normalize_segment<X, Masked>(static_cast<const X*>(a.x) + unit * space, static_cast<X*>(a.y) + unit * space,
-                                 Masked ? a.mask + unit / a.shape.channels * space : nullptr, space,
-                                 {statistic_of<A>(a.mean[c], a.variance[c], a.eps), static_cast<const A*>(a.gain)[c],
-                                  static_cast<const A*>(a.bias)[c]});
+  const int64_t space = a.shape.space, channels = a.shape.channels;
+  // A root and a division for each channel, not for each unit: channel by channel of the samples in range.
+  const int64_t first = begin / channels, last = (end + channels - 1) / channels;
+  ScratchRow<A> roots(channels);
+  for (int64_t c = 0; c < smaller(channels, end - begin); ++c) {
+    const int64_t at = (begin + c) % channels;
+    roots.get()[at] = statistic_of<A>(a.mean[at], a.variance[at], a.eps).rstd;
   }
+  for (int64_t i = first; i < last; ++i)
+    for (int64_t c = larger(0, begin - i * channels); c < smaller(channels, end - i * channels); ++c) {
+      const int64_t unit = i * channels + c;
+      const A high = A(a.mean[c]);
+      normalize_segment<X, Masked>(static_cast<const X*>(a.x) + unit * space, static_cast<X*>(a.y) + unit * space,
+                                   Masked ? a.mask + i * space : nullptr, space,
+                                   {{high, A(a.mean[c] - high), roots.get()[c]},
+                                    static_cast<const A*>(a.gain)[c],
+                                    static_cast<const A*>(a.bias)[c]});
+    }
 }
 
 // ---- backward: dx = rstd * (gain * grad - s1 - x̂ * s2), where s1 and s2 are the means of gain * grad and of
@@ -113,6 +122,40 @@ NORMKIT_INLINE GradSums<compute_t<X>> segment_grad_sums(const X* g, const X* x, 
         });
     total.grad += reduce(both.first);
     total.grad_hat += reduce(both.second);
+  }
+  return total;
+}
+
+// The same over `segments` pieces, `stride` apart; short ones share their accumulators.
+template <class X, bool Masked>
+NORMKIT_INLINE GradSums<compute_t<X>> strided_grad_sums(const X* g, const X* x, const uint8_t* mask, int64_t segments,
+                                                        int64_t stride, int64_t n,
+                                                        const Statistic<compute_t<X>>& stat) {
+  using A = compute_t<X>;
+  GradSums<A> total;
+  const int64_t together = kElementsTogether / n;
+  if (Masked || together < 2) {
+    for (int64_t i = 0; i < segments; ++i) {
+      const auto s =
+          segment_grad_sums<X, Masked>(g + i * stride, x + i * stride, Masked ? mask + i * n : nullptr, n, stat);
+      total.grad += s.grad;
+      total.grad_hat += s.grad_hat;
+    }
+    return total;
+  }
+  for (int64_t first = 0; first < segments; first += together) {
+    Four<Pair<A>> pairs;
+    for (int64_t i = first; i < smaller(first + together, segments); ++i) {
+      const X *gp = g + i * stride, *xp = x + i * stride;
+      accumulate_more<A>(pairs, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> grad = load(gp + j, tag);
+        acc.first += grad;
+        acc.second += grad * keep(centre(load(xp + j, tag), stat.high, stat.low), tag);
+      });
+    }
+    const Pair<A> both = pairs.total();
+    total.grad += reduce(both.first);
+    total.grad_hat += reduce(both.second) * double(stat.rstd);
   }
   return total;
 }
@@ -167,19 +210,14 @@ void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
     X* dx = static_cast<X*>(a.dx) + c * space;
     const A gain = static_cast<const A*>(a.gain)[c];
     const Statistic<A> stat = statistic_of<A>(a.mean[c], a.variance[c], a.eps);
-    double sum = 0, sum_hat = 0;
-    for (int64_t i = 0; i < a.shape.samples; ++i) {
-      const auto s =
-          segment_grad_sums<X, Masked>(g + i * stride, x + i * stride, Masked ? a.mask + i * space : nullptr, space, stat);
-      sum += s.grad;
-      sum_hat += s.grad_hat;
-    }
+    const auto sums = strided_grad_sums<X, Masked>(g, x, a.mask, a.shape.samples, stride, space, stat);
+    const double sum = sums.grad, sum_hat = sums.grad_hat;
     a.sums[c] = sum;
     a.sums[a.shape.channels + c] = sum_hat;
     const double scale = a.frozen || a.count == 0 ? 0 : gain / a.count;
     for (int64_t i = 0; i < a.shape.samples; ++i)
-      segment_dx<X, Masked>(g + i * stride, x + i * stride, dx + i * stride, Masked ? a.mask + i * space : nullptr, space, stat, gain,
-                            A(sum * scale), A(sum_hat * scale));
+      segment_dx<X, Masked>(g + i * stride, x + i * stride, dx + i * stride, Masked ? a.mask + i * space : nullptr,
+                            space, stat, gain, A(sum * scale), A(sum_hat * scale));
   }
 }
 

@@ -28,6 +28,8 @@ NORMKIT_INLINE Statistic<A> statistic_of(double mean, double variance, double ep
   return {high, A(mean - high), rstd};
 }
 
+constexpr int64_t kElementsTogether = 8192;
+
 template <class X>
 NORMKIT_INLINE double value_at(const X* x, int64_t j) {
   compute_t<X> lanes[Vec<compute_t<X>>::kLanes];
@@ -89,6 +91,46 @@ NORMKIT_INLINE void segment_moments(const X* x, const uint8_t* mask, int64_t n, 
     double mean = high + sum / count, squares = reduce(both.second) - sum * (sum / count);
     if (!is_finite(squares)) wide_segment(p, valid, m, count, mean, squares);
     into.merge(count, mean, squares < 0 ? 0 : squares);
+  }
+}
+
+// The same for `segments` pieces of n contiguous elements, `stride` apart: short ones are taken together, as many as stay
+// in a near cache.
+template <class X, bool Masked>
+NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t segments, int64_t stride, int64_t n,
+                                    Moments& into) {
+  using A = compute_t<X>;
+  const int64_t together = kElementsTogether / n;
+  if (Masked || together < 2) {
+    for (int64_t i = 0; i < segments; ++i)
+      segment_moments<X, Masked>(x + i * stride, Masked ? mask + i * n : nullptr, n, into);
+    return;
+  }
+  for (int64_t first = 0; first < segments; first += together) {
+    const int64_t last = smaller(first + together, segments);
+    const double count = double((last - first) * n);
+    Four<Vec<A>> sums;
+    for (int64_t i = first; i < last; ++i) {
+      const X* p = x + i * stride;
+      accumulate_more<A>(sums, n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(p + j, tag); });
+    }
+    const A high = A(reduce(sums.total()) / count);
+    Four<Pair<A>> pairs;
+    for (int64_t i = first; i < last; ++i) {
+      const X* p = x + i * stride;
+      accumulate_more<A>(pairs, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> c = keep(load(p + j, tag) - Vec<A>(high), tag);
+        acc.first += c;
+        acc.second += c * c;
+      });
+    }
+    const Pair<A> both = pairs.total();
+    const double sum = reduce(both.first), squares = reduce(both.second) - sum * (sum / count);
+    if (is_finite(squares)) {
+      into.merge(count, high + sum / count, squares < 0 ? 0 : squares);
+      continue;
+    }
+    for (int64_t i = first; i < last; ++i) segment_moments<X, false>(x + i * stride, nullptr, n, into);
   }
 }
 

@@ -229,6 +229,35 @@ NORMKIT_INLINE Acc accumulate(int64_t n, const F& f) {
   }
 }
 
+// The four accumulators themselves, for sums that run over several rows: what is left after whole quadruples takes them
+// in turn too, since many short rows would otherwise all wait for the first.
+template <class Acc>
+struct Four {
+  Acc a0{}, a1{}, a2{}, a3{};
+  NORMKIT_INLINE Acc total() const { return (a0 + a1) + (a2 + a3); }
+};
+template <class A, class Acc, class F>
+NORMKIT_INLINE void accumulate_more(Four<Acc>& acc, int64_t n, const F& f) {
+  constexpr int L = Vec<A>::kLanes;
+  int64_t j = 0;
+  for (; j + 4 * L <= n; j += 4 * L) {
+    f(acc.a0, j, Full{});
+    f(acc.a1, j + L, Full{});
+    f(acc.a2, j + 2 * L, Full{});
+    f(acc.a3, j + 3 * L, Full{});
+  }
+  if (j + 2 * L <= n) {
+    f(acc.a0, j, Full{});
+    f(acc.a1, j + L, Full{});
+    j += 2 * L;
+  }
+  if (j + L <= n) {
+    f(acc.a2, j, Full{});
+    j += L;
+  }
+  if (j < n) f(acc.a3, j, Part{int(n - j)});
+}
+
 // Two sums carried at once.
 template <class A>
 struct Pair {
