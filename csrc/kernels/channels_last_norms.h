@@ -22,23 +22,40 @@ void last_moments_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   }
 }
 
-// Unit: one sample. Blocks in order, then the channels of each group.
+// Unit: one sample. Blocks in order (into the first), then the channels of each group.
 inline void last_merge(const ChannelsForward& a, int64_t begin, int64_t end) {
   const int64_t channels = a.shape.channels, per_group = channels / a.groups, width = 2 * channels + 1;
   for (int64_t sample = begin; sample < end; ++sample) {
-    const double* partial = a.partial + sample * a.blocks * width;
-    for (int64_t group = 0; group < a.groups; ++group) {
-      Moments all;
-      for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
-        Moments m;
-        for (int64_t b = 0; b < a.blocks; ++b)
-          m.merge(partial[b * width + 2 * channels], partial[b * width + c], partial[b * width + channels + c]);
-        all.merge(m.count, m.mean, m.squares);
+    double* mean = a.partial + sample * a.blocks * width;
+    double* squares = mean + channels;
+    double count = mean[2 * channels];
+    for (int64_t b = 1; b < a.blocks; ++b) {
+      const double* block = mean + b * width;
+      const double n = block[2 * channels], total = count + n;
+      if (n == 0) continue;
+      const double share = n / total, weight = count * share;
+      for (int64_t c = 0; c < channels; ++c) {
+        const double delta = block[c] - mean[c];
+        mean[c] += delta * share;
+        squares[c] += block[channels + c] + delta * delta * weight;
       }
-      a.mean[sample * a.groups + group] = all.mean;
-      a.variance[sample * a.groups + group] = all.count > 0 ? all.squares / all.count : 0;
-      if (a.count) *a.count = all.count;
+      count = total;
     }
+    const double all = count * double(per_group), inverse = all > 0 ? 1 / all : 0;
+    for (int64_t group = 0; group < a.groups; ++group) {
+      const double *m = mean + group * per_group, *s = squares + group * per_group;
+      double centre = m[0], spread = s[0];
+      if (per_group > 1) {
+        double sum = 0;
+        for (int64_t c = 0; c < per_group; ++c) sum += m[c];
+        centre = sum / double(per_group);
+        spread = 0;
+        for (int64_t c = 0; c < per_group; ++c) spread += s[c] + count * (m[c] - centre) * (m[c] - centre);
+      }
+      a.mean[sample * a.groups + group] = centre;
+      a.variance[sample * a.groups + group] = spread * inverse;
+    }
+    if (a.count) *a.count = count;
   }
 }
 
@@ -96,14 +113,17 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
 
 // ---- backward ----
 
-// Add the sums of one piece of rows for V vectors of columns.
+// Add the sums of one piece of rows for V vectors of columns. With given statistics (dx not null) dx needs no sum and is
+// written on the way.
 template <class X, int V, class Tag>
-NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, const int64_t* rows, int64_t n, int64_t column, Tag tag,
+NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute_t<X>* gain, const int64_t* rows,
+                                    int64_t n, int64_t column, Tag tag,
                                     const ChannelCoefficients<compute_t<X>>& k, double* sums) {
   using A = compute_t<X>;
   constexpr int L = Vec<A>::kLanes;
-  Vec<A> high[V], low[V], sum[V], sum_centred[V];
+  Vec<A> high[V], low[V], scale[V], sum[V], sum_centred[V];
   for (int v = 0; v < V; ++v) {
+    scale[v] = load(gain + column + v * L, tag) * load(k.rstd + column + v * L, tag);
     high[v] = load(k.high + column + v * L, tag);
     low[v] = load(k.low + column + v * L, tag);
   }
@@ -113,6 +133,7 @@ NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, const int64_t* rows,
       const Vec<A> grad = load(g + at, tag);
       sum[v] += grad;
       sum_centred[v] += grad * ((load(x + at, tag) - high[v]) - low[v]);
+      if (dx) store(dx + at, grad * scale[v], tag);
     }
   for (int v = 0; v < V; ++v) {
     A s[L], h[L];
@@ -143,6 +164,8 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
     memset(sums, 0, 2 * channels * sizeof(double));
     const X* g = static_cast<const X*>(a.grad) + sample * space * channels;
     const X* x = static_cast<const X*>(a.x) + sample * space * channels;
+    X* dx = a.frozen && !a.mask ? static_cast<X*>(a.dx) + sample * space * channels : nullptr;
+    const A* gain = static_cast<const A*>(a.gain);
     const uint8_t* mask = a.mask ? a.mask + sample * space : nullptr;
     const int64_t last = space * (block + 1) / a.blocks;
     for (int64_t next = space * block / a.blocks; next < last;) {
@@ -150,9 +173,9 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
       for (; next < last && n < kRowsPerPiece; ++next)
         if (!mask || mask[next]) rows[n++] = next * channels;
       int64_t c = 0;
-      for (; c + 4 * L <= channels; c += 4 * L) piece_grad_sums<X, 4>(g, x, rows, n, c, Full{}, k, sums);
-      for (; c + L <= channels; c += L) piece_grad_sums<X, 1>(g, x, rows, n, c, Full{}, k, sums);
-      if (c < channels) piece_grad_sums<X, 1>(g, x, rows, n, c, Part{int(channels - c)}, k, sums);
+      for (; c + 4 * L <= channels; c += 4 * L) piece_grad_sums<X, 4>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
+      for (; c + L <= channels; c += L) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
+      if (c < channels) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Part{int(channels - c)}, k, sums);
     }
   }
 }

@@ -12,12 +12,23 @@ struct SegmentCoefficients {
   A gain, bias;
 };
 
+// for_each whose stores do not straddle cache lines: a long segment that starts inside a line begins with a part.
+template <class X, class F>
+NORMKIT_INLINE void for_each_aligned(const X* out, int64_t n, const F& f) {
+  using A = compute_t<X>;
+  constexpr int64_t L = Vec<A>::kLanes, bytes = L * sizeof(X);
+  int64_t head = 0;
+  if (kNativeBytes == 64 && n >= 8 * L) head = (bytes - int64_t(uintptr_t(out) % bytes)) % bytes / int64_t(sizeof(X));
+  if (head > 0) f(int64_t(0), Part{int(head)});
+  for_each<A>(n - head, [&](int64_t j, auto tag) NORMKIT_LAMBDA { f(head + j, tag); });
+}
+
 template <class X, bool Masked>
 NORMKIT_INLINE void normalize_segment(const X* x, X* y, const uint8_t* mask, int64_t n,
                                       const SegmentCoefficients<compute_t<X>>& k) {
   using A = compute_t<X>;
   const Vec<A> rstd(k.stat.rstd), gain(k.gain), bias(k.bias);
-  for_each<A>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+  for_each_aligned(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     Vec<A> v = centre(load(x + j, tag), k.stat.high, k.stat.low) * rstd * gain + bias;
     if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
     store(y + j, v, tag);
@@ -166,7 +177,7 @@ NORMKIT_INLINE void segment_dx(const X* g, const X* x, X* dx, const uint8_t* mas
                                compute_t<X> s2) {
   using A = compute_t<X>;
   const Vec<A> rstd(stat.rstd), w(gain), m1(s1), m2(s2);
-  for_each<A>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+  for_each_aligned(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     const Vec<A> hat = centre(load(x + j, tag), stat.high, stat.low) * rstd;
     Vec<A> d = (load(g + j, tag) * w - m1 - hat * m2) * rstd;
     if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
@@ -200,6 +211,31 @@ void group_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
   }
 }
 
+// With given statistics dx needs no sum: one pass over memory does everything.
+template <class X>
+NORMKIT_INLINE GradSums<compute_t<X>> frozen_backward(const X* g, const X* x, X* dx, int64_t segments, int64_t stride,
+                                                      int64_t n, const Statistic<compute_t<X>>& stat,
+                                                      compute_t<X> gain) {
+  using A = compute_t<X>;
+  GradSums<A> total;
+  const Vec<A> w(gain), rstd(stat.rstd);
+  for (int64_t i = 0; i < segments; ++i)
+    for (int64_t start = 0; start < n; start += kChunk) {
+      const X *gp = g + i * stride + start, *xp = x + i * stride + start;
+      X* dp = dx + i * stride + start;
+      const auto both =
+          accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+            const Vec<A> grad = load(gp + j, tag);
+            acc.first += grad;
+            acc.second += grad * keep(centre(load(xp + j, tag), stat.high, stat.low), tag);
+            store(dp + j, grad * w * rstd, tag);
+          });
+      total.grad += reduce(both.first);
+      total.grad_hat += reduce(both.second) * double(stat.rstd);
+    }
+  return total;
+}
+
 template <class X, bool Masked>
 void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
@@ -210,6 +246,12 @@ void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
     X* dx = static_cast<X*>(a.dx) + c * space;
     const A gain = static_cast<const A*>(a.gain)[c];
     const Statistic<A> stat = statistic_of<A>(a.mean[c], a.variance[c], a.eps);
+    if (!Masked && a.frozen) {
+      const auto sums = frozen_backward(g, x, dx, a.shape.samples, stride, space, stat, gain);
+      a.sums[c] = sums.grad;
+      a.sums[a.shape.channels + c] = sums.grad_hat;
+      continue;
+    }
     const auto sums = strided_grad_sums<X, Masked>(g, x, a.mask, a.shape.samples, stride, space, stat);
     const double sum = sums.grad, sum_hat = sums.grad_hat;
     a.sums[c] = sum;

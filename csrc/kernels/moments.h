@@ -136,7 +136,7 @@ NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t seg
 
 // ---- columns: the moments of each channel over rows of channels ----
 
-constexpr int64_t kRowsPerPiece = 64;
+constexpr int64_t kRowsPerPiece = 128;
 
 struct ColumnMoments {
   double* mean;     // [channels]

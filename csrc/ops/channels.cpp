@@ -6,8 +6,6 @@
 namespace normkit::ops {
 namespace {
 
-using torch::stable::parallel_for;
-
 // x as samples, channels and space, from dense memory: contiguous, or channels-last.
 struct Input {
   Volume shape;
@@ -97,21 +95,29 @@ Volume as_one_sample(Volume v) {
   return v;
 }
 
-void moments_and_merge(ChannelsForward& a) {
+// Samples one by one where there are enough for all threads: what the first step read is still near for the last.
+bool by_sample(const Volume& v) { return v.samples >= int64_t(torch::stable::get_num_threads()); }
+
+void run_rows(ChannelsForward& a) {
   const Volume& v = a.shape;
   a.blocks = blocks_for(v.space, v.channels);
   const Buffer partial(v.samples * a.blocks * (2 * v.channels + 1) * 8);
   a.partial = static_cast<double*>(partial.get());
   const KernelTable& k = kernels();
+  if (by_sample(v)) {
+    parallel(v.samples, grain(v.space * v.channels), [&](int64_t b, int64_t e) {
+      for (int64_t i = b; i < e; ++i) {
+        k.last_moments(a, i * a.blocks, (i + 1) * a.blocks);
+        k.last_merge(a, i, i + 1);
+        k.last_normalize(a, i * v.space, (i + 1) * v.space);
+      }
+    });
+    return;
+  }
   const int64_t per_block = v.space * v.channels / a.blocks;
-  parallel_for(0, v.samples * a.blocks, grain(per_block), [&](int64_t b, int64_t e) { k.last_moments(a, b, e); });
+  parallel(v.samples * a.blocks, grain(per_block), [&](int64_t b, int64_t e) { k.last_moments(a, b, e); });
   k.last_merge(a, 0, v.samples);
-}
-
-void normalize_rows(const ChannelsForward& a) {
-  const KernelTable& k = kernels();
-  parallel_for(0, a.shape.samples * a.shape.space, grain(a.shape.channels),
-               [&](int64_t b, int64_t e) { k.last_normalize(a, b, e); });
+  parallel(v.samples * v.space, grain(v.channels), [&](int64_t b, int64_t e) { k.last_normalize(a, b, e); });
 }
 
 struct Affine {
@@ -153,10 +159,21 @@ void backward_rows(ChannelsBackward& a) {
   const Buffer partial(v.samples * a.blocks * 2 * v.channels * 8);
   a.partial = static_cast<double*>(partial.get());
   const KernelTable& k = kernels();
+  const bool done = a.frozen && !a.mask;  // the first step wrote dx
+  if (by_sample(v)) {
+    parallel(v.samples, grain(v.space * v.channels), [&](int64_t b, int64_t e) {
+      for (int64_t i = b; i < e; ++i) {
+        k.last_grad_sums(a, i * a.blocks, (i + 1) * a.blocks);
+        k.last_grad_merge(a, i, i + 1);
+        if (!done) k.last_dx(a, i * v.space, (i + 1) * v.space);
+      }
+    });
+    return;
+  }
   const int64_t per_block = v.space * v.channels / a.blocks;
-  parallel_for(0, v.samples * a.blocks, grain(per_block), [&](int64_t b, int64_t e) { k.last_grad_sums(a, b, e); });
+  parallel(v.samples * a.blocks, grain(per_block), [&](int64_t b, int64_t e) { k.last_grad_sums(a, b, e); });
   k.last_grad_merge(a, 0, v.samples);
-  parallel_for(0, v.samples * v.space, grain(v.channels), [&](int64_t b, int64_t e) { k.last_dx(a, b, e); });
+  if (!done) parallel(v.samples * v.space, grain(v.channels), [&](int64_t b, int64_t e) { k.last_dx(a, b, e); });
 }
 
 // ---- group norm ----
@@ -180,7 +197,7 @@ void run_group_norm(const Input& in, const OptionalTensor& weight, const Optiona
   if (in.tensor->numel() == 0) return;
   if (!in.channels_last) {
     const auto kernel = kernels().group_norm;
-    parallel_for(0, v.samples * groups, grain(v.channels / groups * v.space),
+    parallel(v.samples * groups, grain(v.channels / groups * v.space),
                  [&](int64_t b, int64_t e) { kernel(a, b, e); });
     return;
   }
@@ -189,8 +206,7 @@ void run_group_norm(const Input& in, const OptionalTensor& weight, const Optiona
     a.mean = static_cast<double*>(own.get());
     a.variance = a.mean + v.samples * groups;
   }
-  moments_and_merge(a);
-  normalize_rows(a);
+  run_rows(a);
 }
 
 Tensor group_norm(const Tensor& x, OptionalTensor weight, OptionalTensor bias, int64_t groups, double eps) {
@@ -254,7 +270,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad, const
     backward_rows(a);
   } else {
     const auto kernel = kernels().group_norm_backward;
-    parallel_for(0, v.samples * groups, grain(v.channels / groups * v.space),
+    parallel(v.samples * groups, grain(v.channels / groups * v.space),
                  [&](int64_t b, int64_t e) { kernel(a, b, e); });
   }
   return with_parameter_grads(dx, a.sums, parts, v, weight, want_weight, bias_dtype);
@@ -288,12 +304,11 @@ void batch_norm_train_out(const Tensor& x, OptionalTensor weight, OptionalTensor
   }
   if (in.channels_last) {
     a.count = counted;
-    moments_and_merge(a);
-    normalize_rows(a);
+    run_rows(a);
     return;
   }
   const auto kernel = kernels().batch_norm;
-  parallel_for(0, v.channels, grain(v.samples * v.space), [&](int64_t b, int64_t e) {
+  parallel(v.channels, grain(v.samples * v.space), [&](int64_t b, int64_t e) {
     ChannelsForward mine = a;
     double counted_here = 0;
     mine.count = &counted_here;
@@ -332,9 +347,13 @@ void batch_norm_out(const Tensor& x, const Tensor& mean, const Tensor& variance,
   a.variance = static_cast<double*>(const_cast<void*>(variances.get()));
   a.eps = eps;
   if (x.numel() == 0) return;
-  if (in.channels_last) return normalize_rows(a);
+  if (in.channels_last) {
+    const auto kernel = kernels().last_normalize;
+    parallel(a.shape.space, grain(v.channels), [&](int64_t b, int64_t e) { kernel(a, b, e); });
+    return;
+  }
   const auto kernel = kernels().batch_norm_normalize;
-  parallel_for(0, v.samples * v.channels, grain(v.space), [&](int64_t b, int64_t e) { kernel(a, b, e); });
+  parallel(v.samples * v.channels, grain(v.space), [&](int64_t b, int64_t e) { kernel(a, b, e); });
 }
 
 Tensor batch_norm(const Tensor& x, const Tensor& mean, const Tensor& variance, OptionalTensor weight,
@@ -378,7 +397,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& grad, const
     backward_rows(a);
   } else {
     const auto kernel = kernels().batch_norm_backward;
-    parallel_for(0, v.channels, grain(v.samples * v.space), [&](int64_t b, int64_t e) { kernel(a, b, e); });
+    parallel(v.channels, grain(v.samples * v.space), [&](int64_t b, int64_t e) { kernel(a, b, e); });
   }
   return with_parameter_grads(dx, a.sums, 1, v, weight, want_weight, bias_dtype);
 }
@@ -413,7 +432,7 @@ void run_channel_layer_norm(const Input& in, const OptionalTensor& weight, const
   if (in.tensor->numel() == 0) return;
   const KernelTable& k = kernels();
   const int64_t tiles = k.channel_layer_norm_tiles(v);
-  parallel_for(0, v.samples * tiles, grain(v.channels * v.space / tiles),
+  parallel(v.samples * tiles, grain(v.channels * v.space / tiles),
                [&](int64_t b, int64_t e) { k.channel_layer_norm(a, b, e); });
 }
 
@@ -468,7 +487,7 @@ std::tuple<Tensor, Tensor, Tensor> channel_layer_norm_backward(const Tensor& gra
   if (tiles == 0)
     std::fill_n(a.sums, blocks * 2 * v.channels, 0.0);
   else
-    parallel_for(0, blocks, 1, [&](int64_t b, int64_t e) { k.channel_layer_norm_backward(a, b, e); });
+    parallel(blocks, 1, [&](int64_t b, int64_t e) { k.channel_layer_norm_backward(a, b, e); });
   return with_parameter_grads(dx, a.sums, blocks, v, weight, want_weight, bias_dtype);
 }
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -79,6 +80,15 @@ int64_t blocks_for(int64_t rows, int64_t features);
 // Rows (or other units) that are worth a thread's while.
 inline int64_t grain(int64_t elements_per_unit) {
   return elements_per_unit > 0 ? std::max<int64_t>(1, 16384 / elements_per_unit) : 1;
+}
+
+// f(begin, end) over [0, units) on as many threads as that is worth; a small job does not ask the pool.
+template <class F>
+inline void parallel(int64_t units, int64_t grain_size, const F& f) {
+  if (units <= grain_size)
+    f(int64_t(0), units);
+  else
+    torch::stable::parallel_for(0, units, grain_size, f);
 }
 
 }  // namespace normkit::ops

@@ -6,8 +6,6 @@
 namespace normkit::ops {
 namespace {
 
-using torch::stable::parallel_for;
-
 struct RowOptions {
   double eps;
   double weight_offset;
@@ -118,7 +116,7 @@ void run_forward(const Forward& f, Tensor& y, Tensor* sum, Statistics& statistic
   if (n == 0 || rows == 0) return;
   a.stream = should_stream(rows * n * size_of(a.y.dtype));
   const auto kernel = kernels().rows_forward;
-  parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  parallel(rows, grain(n), [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
 Tensor empty_output(const Tensor& x, const std::optional<ScalarType>& dtype) {
@@ -201,7 +199,7 @@ Gradients run_backward(const Backward& b) {
   if (n > 0 && rows > 0) {
     a.stream = should_stream(rows * n * size_of(dtype));
     const auto kernel = kernels().rows_backward;
-    parallel_for(0, a.blocks, 1, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+    parallel(a.blocks, 1, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
   }
   const auto sum_up = [&](const Buffer& partial, const std::vector<int64_t>& sizes, DType to) {
     Tensor t = empty(sizes, to);
@@ -212,7 +210,7 @@ Gradients run_backward(const Backward& b) {
     }
     const SumBlocksArgs s{partial.get(), a.blocks, width, width, wide, t.mutable_data_ptr(), to};
     const auto kernel = kernels().sum_blocks;
-    parallel_for(0, width, 16384, [&](int64_t begin, int64_t end) { kernel(s, begin, end); });
+    parallel(width, 16384, [&](int64_t begin, int64_t end) { kernel(s, begin, end); });
     return t;
   };
   const std::vector<int64_t> parameter_sizes = b.weight.has_value() ? sizes_of(*b.weight) : std::vector<int64_t>{n};
