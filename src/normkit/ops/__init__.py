@@ -9,6 +9,8 @@ from normkit.ops.extension import report as report
 
 from normkit.ops import library as library  # isort: skip  (registers fakes and gradients)
 
+from normkit.ops.bind import add_and_norm as add_and_norm
+from normkit.ops.bind import bind as bind
 from normkit.ops.channels import batch_norm as batch_norm
 from normkit.ops.channels import batch_norm_train as batch_norm_train
 from normkit.ops.channels import channel_layer_norm as channel_layer_norm
