@@ -29,6 +29,11 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
 
 
+def transforms_active() -> bool:
+    """Whether functorch or forward-mode AD is at work."""
+    return _functorch_active() or _forward_ad._current_level >= 0  # type: ignore[attr-defined]
+
+
 def native(x: Tensor) -> bool:
     """Whether a kernel may be called on x at all: a plain CPU tensor, no transform, and an extension."""
     if not LOADED:

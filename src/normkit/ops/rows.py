@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normkit.ops import autograd
+from normkit.ops import autograd, fused
 from normkit.ops import references as ref
 from normkit.ops.autograd import native, needs_grad
 from normkit.ops.extension import LOADED
@@ -68,7 +68,10 @@ def rms_norm(
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * (weight_offset + weight) + bias`` over the last dim."""
     args = (x, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
-    if not native(x) or (round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype)):
+    if not native(x):
+        y = fused.row_norm(False, x, weight, bias, eps, weight_offset, round_before_gain, dtype)
+        return ref.rms_norm_reference(*args) if y is None else y
+    if round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype):
         return ref.rms_norm_reference(*args)
     needs = needs_grad(x, weight, bias)
     if _compiling():
@@ -93,7 +96,10 @@ def layer_norm(
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * (weight_offset + weight) + bias`` over the last dim."""
     args = (x, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
-    if not native(x) or (round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype)):
+    if not native(x):
+        y = fused.row_norm(True, x, weight, bias, eps, weight_offset, round_before_gain, dtype)
+        return ref.layer_norm_reference(*args) if y is None else y
+    if round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype):
         return ref.layer_norm_reference(*args)
     needs = needs_grad(x, weight, bias)
     if _compiling():
