@@ -1,92 +1,8 @@
-// Operators over channels: GroupNorm (InstanceNorm: as many groups as channels), BatchNorm, and LayerNorm over dim 1.
-#include <algorithm>
-
-#include "common.h"
+// GroupNorm (InstanceNorm: as many groups as channels) and BatchNorm.
+#include "channels.h"
 
 namespace normkit::ops {
 namespace {
-
-// x as samples, channels and space, from dense memory: contiguous, or channels-last.
-struct Input {
-  Volume shape;
-  bool channels_last = false;
-  OptionalTensor keep;
-  const Tensor* tensor = nullptr;
-  const Tensor& get() const { return keep ? *keep : *tensor; }
-};
-
-bool is_channels_last(const Tensor& x) {
-  const auto sizes = x.sizes();
-  const auto strides = x.strides();
-  int64_t next = 1;
-  const auto holds = [&](size_t d) {
-    const bool ok = sizes[d] == 1 || strides[d] == next;
-    next *= sizes[d];
-    return ok;
-  };
-  if (!holds(1)) return false;
-  for (size_t d = sizes.size() - 1; d > 1; --d)
-    if (!holds(d)) return false;
-  return holds(0);
-}
-
-Input input_volume(const Tensor& x) {
-  NORMKIT_CHECK(x.dim() >= 2, "normkit: x must have a batch and a channel dim; got ", x.dim(), " dims");
-  Input in;
-  in.tensor = &x;
-  in.shape.samples = x.size(0);
-  in.shape.channels = x.size(1);
-  const int64_t outer = in.shape.samples * in.shape.channels;
-  in.shape.space = outer ? x.numel() / outer : 0;
-  in.shape.dtype = dtype_of(x, "x");
-  if (x.is_contiguous()) {
-    in.channels_last = in.shape.space == 1;  // the same memory, and rows of channels are the faster reading of it
-  } else if (is_channels_last(x)) {
-    in.channels_last = true;
-  } else {
-    in.keep = torch::stable::contiguous(x);
-    in.channels_last = in.shape.space == 1;
-  }
-  return in;
-}
-
-// Whether an output for this input is laid out with channels innermost (with one position the two are the same).
-bool last_layout(const Input& in) { return in.channels_last && in.shape.space != 1; }
-
-Tensor empty_like(const Input& in) { return empty(sizes_of(*in.tensor), in.shape.dtype, last_layout(in)); }
-
-bool has_layout(const Tensor& t, const Input& in) { return last_layout(in) ? is_channels_last(t) : t.is_contiguous(); }
-
-void check_like(const Input& in, const Tensor& t, const char* name) {
-  const auto a = in.tensor->sizes(), b = t.sizes();
-  NORMKIT_CHECK(a.size() == b.size() && std::equal(a.data(), a.data() + a.size(), b.data()) &&
-                    dtype_of(t, name) == in.shape.dtype,
-                "normkit: ", name, " must have x's shape and dtype");
-}
-
-// The gradient in x's layout.
-Tensor grad_like(const Input& in, const Tensor& grad) {
-  check_like(in, grad, "grad");
-  if (has_layout(grad, in)) return grad;
-  Tensor copy = empty_like(in);
-  torch::stable::copy_(copy, grad);
-  return copy;
-}
-
-const double* statistics_of(const Tensor& t, int64_t n, const char* name) {
-  NORMKIT_CHECK(t.numel() == n && dtype_of(t, name) == DType::float64 && t.is_contiguous(), "normkit: ", name,
-                " must hold ", n, " contiguous float64 values");
-  return static_cast<const double*>(t.const_data_ptr());
-}
-
-const uint8_t* mask_of(const OptionalTensor& mask, const Volume& v) {
-  if (!mask.has_value()) return nullptr;
-  const auto type = mask->scalar_type();
-  NORMKIT_CHECK((type == ScalarType::Bool || type == ScalarType::Byte) && mask->is_contiguous() &&
-                    mask->numel() == v.samples * v.space,
-                "normkit: mask must be contiguous bool with one value for each position of each sample");
-  return static_cast<const uint8_t*>(mask->const_data_ptr());
-}
 
 // A batch norm's channels-last rows are one sample.
 Volume as_one_sample(Volume v) {
@@ -118,39 +34,6 @@ void run_rows(ChannelsForward& a) {
   parallel(v.samples * a.blocks, grain(per_block), [&](int64_t b, int64_t e) { k.last_moments(a, b, e); });
   k.last_merge(a, 0, v.samples);
   parallel(v.samples * v.space, grain(v.channels), [&](int64_t b, int64_t e) { k.last_normalize(a, b, e); });
-}
-
-struct Affine {
-  Affine(const OptionalTensor& weight, const OptionalTensor& bias, const Volume& v)
-      : gain(weight, "weight", v.channels, is_wide(v.dtype), 0, false, true),
-        shift(bias, "bias", v.channels, is_wide(v.dtype), 0, false, false) {
-    if (!bias.has_value()) zeros.assign(v.channels * (is_wide(v.dtype) ? 2 : 1), 0.0f);
-  }
-  const void* bias() const { return shift.get() ? shift.get() : zeros.data(); }
-  Parameter gain, shift;
-  std::vector<float> zeros;
-};
-
-// ---- parameter gradients: sums holds [parts, 2, channels]: of grad, and of grad * x̂ ----
-
-Tensor parameter_grad(const double* sums, int64_t parts, int64_t channels, bool of_weight, DType dtype) {
-  Tensor t = empty({channels}, dtype);
-  if (channels == 0) return t;
-  const double* first = sums + (of_weight ? channels : 0);
-  kernels().sum_blocks({first, parts, channels, 2 * channels, true, t.mutable_data_ptr(), dtype}, 0, channels);
-  return t;
-}
-
-std::tuple<Tensor, Tensor, Tensor> with_parameter_grads(Tensor dx, const double* sums, int64_t parts, const Volume& v,
-                                                        const OptionalTensor& weight, bool want_weight,
-                                                        const std::optional<ScalarType>& bias_dtype) {
-  Tensor dweight = want_weight && weight.has_value()
-                       ? parameter_grad(sums, parts, v.channels, true, dtype_of(*weight, "weight"))
-                       : empty({0}, DType::float32);
-  Tensor dbias = bias_dtype.has_value()
-                     ? parameter_grad(sums, parts, v.channels, false, dtype_of(*bias_dtype, "bias_dtype"))
-                     : empty({0}, DType::float32);
-  return {dx, dweight, dbias};
 }
 
 void backward_rows(ChannelsBackward& a) {
@@ -225,11 +108,6 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_with_statistics(const Tensor& x, O
   run_group_norm(in, weight, bias, groups, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
                  static_cast<double*>(variance.mutable_data_ptr()));
   return {y, mean, variance};
-}
-
-void check_out(const Input& in, const Tensor& out) {
-  check_like(in, out, "out");
-  NORMKIT_CHECK(has_layout(out, in), "normkit: out must have x's memory layout");
 }
 
 void group_norm_out(const Tensor& x, OptionalTensor weight, OptionalTensor bias, int64_t groups, double eps,
@@ -413,84 +291,6 @@ void update_running(Tensor running_mean, Tensor running_var, const Tensor& mean,
                             *statistics_of(count, 1, "count"), momentum, channels});
 }
 
-// ---- layer norm over dim 1 ----
-
-void run_channel_layer_norm(const Input& in, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            Tensor& y, double* mean, double* rstd) {
-  const Volume& v = in.shape;
-  NORMKIT_CHECK(!last_layout(in), "normkit: channels-last memory is rows of features: use layer_norm on its view");
-  const Affine affine(weight, bias, v);
-  ChannelsForward a;
-  a.shape = v;
-  a.x = in.get().const_data_ptr();
-  a.y = y.mutable_data_ptr();
-  a.gain = affine.gain.get();
-  a.bias = affine.bias();
-  a.mean = mean;
-  a.variance = rstd;
-  a.eps = eps;
-  if (in.tensor->numel() == 0) return;
-  const KernelTable& k = kernels();
-  const int64_t tiles = k.channel_layer_norm_tiles(v);
-  parallel(v.samples * tiles, grain(v.channels * v.space / tiles),
-               [&](int64_t b, int64_t e) { k.channel_layer_norm(a, b, e); });
-}
-
-Tensor channel_layer_norm(const Tensor& x, OptionalTensor weight, OptionalTensor bias, double eps) {
-  const Input in = input_volume(x);
-  Tensor y = empty_like(in);
-  run_channel_layer_norm(in, weight, bias, eps, y, nullptr, nullptr);
-  return y;
-}
-
-std::tuple<Tensor, Tensor, Tensor> channel_layer_norm_with_statistics(const Tensor& x, OptionalTensor weight,
-                                                                      OptionalTensor bias, double eps) {
-  const Input in = input_volume(x);
-  Tensor y = empty_like(in);
-  const std::vector<int64_t> sizes{in.shape.samples, in.shape.space};
-  Tensor mean = empty(sizes, DType::float64), rstd = empty(sizes, DType::float64);
-  run_channel_layer_norm(in, weight, bias, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
-                         static_cast<double*>(rstd.mutable_data_ptr()));
-  return {y, mean, rstd};
-}
-
-void channel_layer_norm_out(const Tensor& x, OptionalTensor weight, OptionalTensor bias, double eps, Tensor out) {
-  const Input in = input_volume(x);
-  check_out(in, out);
-  run_channel_layer_norm(in, weight, bias, eps, out, nullptr, nullptr);
-}
-
-std::tuple<Tensor, Tensor, Tensor> channel_layer_norm_backward(const Tensor& grad, const Tensor& x,
-                                                               OptionalTensor weight, const Tensor& mean,
-                                                               const Tensor& rstd, double /*eps*/, bool want_weight,
-                                                               std::optional<ScalarType> bias_dtype) {
-  const Input in = input_volume(x);
-  const Volume& v = in.shape;
-  NORMKIT_CHECK(!last_layout(in), "normkit: channels-last memory is rows of features: use layer_norm on its view");
-  const Tensor g = grad_like(in, grad);
-  Tensor dx = empty_like(in);
-  const Affine affine(weight, {}, v);
-  const KernelTable& k = kernels();
-  const int64_t tiles = x.numel() ? v.samples * k.channel_layer_norm_tiles(v) : 0;
-  const int64_t blocks = std::min<int64_t>(blocks_for(v.samples * v.space, v.channels), std::max<int64_t>(tiles, 1));
-  const Buffer sums(blocks * 2 * v.channels * 8);
-  ChannelsBackward a;
-  a.shape = v;
-  a.grad = g.const_data_ptr();
-  a.x = in.get().const_data_ptr();
-  a.dx = dx.mutable_data_ptr();
-  a.gain = affine.gain.get();
-  a.mean = statistics_of(mean, v.samples * v.space, "mean");
-  a.variance = statistics_of(rstd, v.samples * v.space, "rstd");
-  a.sums = static_cast<double*>(sums.get());
-  a.blocks = blocks;
-  if (tiles == 0)
-    std::fill_n(a.sums, blocks * 2 * v.channels, 0.0);
-  else
-    parallel(blocks, 1, [&](int64_t b, int64_t e) { k.channel_layer_norm_backward(a, b, e); });
-  return with_parameter_grads(dx, a.sums, blocks, v, weight, want_weight, bias_dtype);
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(normkit, CPU, m) {
@@ -505,10 +305,6 @@ STABLE_TORCH_LIBRARY_IMPL(normkit, CPU, m) {
   m.impl("batch_norm_out", TORCH_BOX(&batch_norm_out));
   m.impl("batch_norm_backward", TORCH_BOX(&batch_norm_backward));
   m.impl("update_running", TORCH_BOX(&update_running));
-  m.impl("channel_layer_norm", TORCH_BOX(&channel_layer_norm));
-  m.impl("channel_layer_norm_with_statistics", TORCH_BOX(&channel_layer_norm_with_statistics));
-  m.impl("channel_layer_norm_out", TORCH_BOX(&channel_layer_norm_out));
-  m.impl("channel_layer_norm_backward", TORCH_BOX(&channel_layer_norm_backward));
 }
 
 }  // namespace normkit::ops

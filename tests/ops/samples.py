@@ -17,9 +17,7 @@ def arguments(name: str, requires_grad: bool = False) -> tuple[Any, ...]:
     """Arguments that the operator ``name`` takes; every floating input asks for a gradient if told to."""
     args = _arguments(name)
     if requires_grad:
-        args = tuple(
-            a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
-        )
+        args = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     return args
 
 

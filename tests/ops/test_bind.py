@@ -34,7 +34,11 @@ def test_bind(name: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     if isinstance(s.channel_dim, tuple):
         features = shape[-2:]
     w = randn(*features, dtype=w_dtype, seed=1) if s.has_weight else None
-    b = randn(*(shape[-2:] if isinstance(s.channel_dim, tuple) else (32,)), dtype=w_dtype, seed=2) if s.has_bias else None
+    b = (
+        randn(*(shape[-2:] if isinstance(s.channel_dim, tuple) else (32,)), dtype=w_dtype, seed=2)
+        if s.has_bias
+        else None
+    )
     gate = randn(*shape, dtype=x_dtype, seed=3) if s.gate else None
     y, expected = ops.bind(s)(x, w, b, gate=gate), normalize(x, s, w, b, gate=gate)
     rounds = s.rounding == "before_gain"

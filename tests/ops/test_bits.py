@@ -62,7 +62,7 @@ def test_threads_and_runs(dtype: torch.dtype, restore_threads: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", (7, 64, 1000, 5000))
+@pytest.mark.parametrize("size", [7, 64, 1000, 5000])
 def test_one_row_or_many(dtype: torch.dtype, size: int) -> None:
     x, r, w = randn(256, size, dtype=dtype), randn(256, size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
     for f in (
@@ -93,8 +93,14 @@ def test_instruction_sets_agree(level: str) -> None:
     current = ops.report().instruction_set
     if current not in LEVELS or LEVELS.index(level) > LEVELS.index(current):
         pytest.skip(f"this processor has no {level}")
-    code = "from normkit import ops; from tests.ops.test_bits import digest; print(ops.report().instruction_set, digest())"
+    code = (
+        "from normkit import ops; from tests.ops.test_bits import digest; print(ops.report().instruction_set, digest())"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "NORMKIT_ISA": level}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "NORMKIT_ISA": level},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == [level, digest()]

@@ -179,7 +179,13 @@ def test_empty_and_bad() -> None:
 
 def test_other_strides() -> None:
     base = randn(4, 12, 10, 9)
-    for x in (base[::2], base[:, ::2], base.transpose(2, 3), base[:, :1].expand(4, 12, 10, 9), base.permute(3, 1, 2, 0)):
+    for x in (
+        base[::2],
+        base[:, ::2],
+        base.transpose(2, 3),
+        base[:, :1].expand(4, 12, 10, 9),
+        base.permute(3, 1, 2, 0),
+    ):
         w = randn(x.shape[1], seed=1)
         for f, _ in OPERATORS.values():
             y = f(x, w, None)

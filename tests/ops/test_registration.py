@@ -13,9 +13,7 @@ pytestmark = pytest.mark.skipif(not ops.LOADED, reason=ops.report().reason)
 
 def test_list_is_complete() -> None:
     registered = {
-        name.removeprefix("normkit::")
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("normkit::")
+        name.removeprefix("normkit::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("normkit::")
     }
     assert registered - {"instruction_set"} == set(OPERATORS)
 

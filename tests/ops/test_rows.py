@@ -222,7 +222,8 @@ GRADIENT_CASES: list[Case] = [
     ("rms_bias", lambda x, r, w, b: ops.rms_norm(x, w, b, 1e-6, 1.0),
      lambda x, r, w, b: ops.rms_norm_reference(x, w, b, 1e-6, 1.0), 0),
     ("layer", lambda x, r, w, b: ops.layer_norm(x, w, b), lambda x, r, w, b: ops.layer_norm_reference(x, w, b), 0),
-    ("add_rms", lambda x, r, w, b: ops.add_rms_norm(x, r, w), lambda x, r, w, b: ops.add_rms_norm_reference(x, r, w), 1),
+    ("add_rms", lambda x, r, w, b: ops.add_rms_norm(x, r, w),
+     lambda x, r, w, b: ops.add_rms_norm_reference(x, r, w), 1),
     ("add_layer", lambda x, r, w, b: ops.add_layer_norm(x, r, w, b),
      lambda x, r, w, b: ops.add_layer_norm_reference(x, r, w, b), 1),
     ("gate_after", lambda x, r, w, b: ops.gated_rms_norm(x, r, w),
@@ -234,7 +235,7 @@ GRADIENT_CASES: list[Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", (1, 7, 63, 128, 1000))
+@pytest.mark.parametrize("size", [1, 7, 63, 128, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda c: c[0])
 def test_gradients(case: Case, dtype: torch.dtype, size: int) -> None:
@@ -262,7 +263,7 @@ def test_gradients(case: Case, dtype: torch.dtype, size: int) -> None:
             assert_gradient(d, e, dtype, terms=rows if e.dim() == 1 else 1)
 
 
-@pytest.mark.parametrize("x_dtype,w_dtype", list(itertools.product((torch.bfloat16, torch.float32), DTYPES[:3])))
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), list(itertools.product((torch.bfloat16, torch.float32), DTYPES[:3])))
 def test_gradient_dtypes(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     x, w = randn(16, 96, dtype=x_dtype).requires_grad_(), randn(96, dtype=w_dtype, seed=1).requires_grad_()
     for dtype in (x_dtype, torch.float32, w_dtype):

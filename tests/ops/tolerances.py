@@ -3,14 +3,14 @@
 One rounding to a type of precision p errs by at most u = 2^-p of the value (8 bits for bfloat16, 11 for float16, 24 for
 float32, 53 for float64).
 
-- forward, half types: everything is float32, rounded once at the end: u of the value, and a hair for a float32 result on
-  the other side of a rounding boundary.
-- forward, float32: x - mean, times rstd, times gain, plus bias: four roundings, and rstd itself is off by about two: 6 u
-  of the largest term of the sum, which |y| + |bias| bounds.
+- forward, half types: everything is float32, rounded once at the end: u of the value, and a hair for a float32 result
+  on the other side of a rounding boundary.
+- forward, float32: x - mean, times rstd, times gain, plus bias: four roundings, and rstd itself is off by about two:
+  6 u of the largest term of the sum, which |y| + |bias| bounds.
 - forward, float64: the value compared with is float64 too and errs as much again, more for long rows: 24 u.
 - dx: three terms that may cancel, each with the forward's error: 16 u of the largest |dx|.
-- column sums: n float32 terms added in short sums: the errors average out; 4 sqrt(n) u of the largest sum bounds all that
-  was ever seen with a margin of 3. A half-typed gradient adds its own final rounding.
+- column sums: n float32 terms added in short sums: the errors average out; 4 sqrt(n) u of the largest sum bounds all
+  that was ever seen with a margin of 3. A half-typed gradient adds its own final rounding.
 """
 
 from __future__ import annotations

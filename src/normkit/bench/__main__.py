@@ -11,6 +11,7 @@ from normkit.bench.providers import PROVIDERS
 
 
 def main() -> None:
+    """Run what the command line selects."""
     parser = argparse.ArgumentParser(description="Time normalization providers against one another and a copy.")
     parser.add_argument("--norms", nargs="+", default=[*grid.ROW_NORMS, *grid.CHANNEL_NORMS])
     parser.add_argument("--dtypes", nargs="+", default=list(grid.DTYPES), choices=list(grid.DTYPES))

@@ -60,6 +60,7 @@ class Inputs:
 
 
 def make_inputs(case: Case) -> Inputs:
+    """Random tensors for a case, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:

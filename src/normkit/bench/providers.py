@@ -63,9 +63,9 @@ TORCH: dict[str, Run] = {
     "instance_norm": lambda i: F.instance_norm(i.x, None, None, i.weight, i.bias),
     "batch_norm_train": lambda i: F.batch_norm(i.x, i.mean, i.var, i.weight, i.bias, True),
     "batch_norm": lambda i: F.batch_norm(i.x, i.mean, i.var, i.weight, i.bias),
-    "channel_layer_norm": lambda i: F.layer_norm(
-        i.x.permute(0, 2, 3, 1), i.x.shape[1:2], i.weight, i.bias
-    ).permute(0, 3, 1, 2),
+    "channel_layer_norm": lambda i: F.layer_norm(i.x.permute(0, 2, 3, 1), i.x.shape[1:2], i.weight, i.bias).permute(
+        0, 3, 1, 2
+    ),
 }
 
 
@@ -89,9 +89,7 @@ def _spelled_channel_layer(i: Inputs) -> Tensor:
 MODEL_CODE: dict[str, Run] = {
     "rms_norm": lambda i: _spelled_rms(i.x, i.weight),
     "add_rms_norm": _spelled_add_rms,
-    "gated_rms_norm": lambda i: (
-        _spelled_rms(i.x, i.weight).float() * F.silu(i.other.to(torch.float32))
-    ).to(i.x.dtype),
+    "gated_rms_norm": lambda i: (_spelled_rms(i.x, i.weight).float() * F.silu(i.other.to(torch.float32))).to(i.x.dtype),
     "qk_rms_norm": lambda i: _spelled_rms(i.x, i.weight),
     "channel_layer_norm": _spelled_channel_layer,
 }

@@ -57,7 +57,7 @@ def _rows(spec: NormSpec) -> Bound | None:
     """Features in the trailing dims."""
     if spec.axes != "features" or spec.channel_dim == 1 or not _plain_statistic(spec) or spec.weight_shape == "scalar":
         return None
-    if spec.rounding == "none" and not spec.output_dtype == "input":
+    if spec.rounding == "none" and spec.output_dtype != "input":
         return None
     operator = rows.layer_norm if spec.centered else rows.rms_norm
     reference = _reference(spec)
@@ -86,11 +86,10 @@ def _rows(spec: NormSpec) -> Bound | None:
             return reference(x, weight, bias, gate=gate)
         dtype = _dtype(spec, x, weight, bias)
         rounds = before
-        if before and dtype is not None and x.dtype in _HALF:
-            if spec.output_dtype == "weight":  # rounded to the weight's dtype: of two halves no kernel has it
-                if dtype in _HALF and dtype != x.dtype:
-                    return reference(x, weight, bias, gate=gate)
-                rounds = dtype == x.dtype
+        if before and dtype is not None and x.dtype in _HALF and spec.output_dtype == "weight":
+            if dtype in _HALF and dtype != x.dtype:  # rounded to the weight's dtype: of two half types no kernel has it
+                return reference(x, weight, bias, gate=gate)
+            rounds = dtype == x.dtype
         if simple:
             return operator(x, weight, bias, eps, offset, in_input, rounds, dtype)
         if gated and dtype is not None and dtype != x.dtype:

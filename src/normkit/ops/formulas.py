@@ -237,9 +237,7 @@ def _row_second(centered: bool) -> Callable[..., tuple[Any, ...]]:
     return backward
 
 
-def _gated_second(
-    ctx: Any, ddx: Tensor | None, ddgate: Tensor | None, ddweight: Tensor | None
-) -> tuple[Any, ...]:
+def _gated_second(ctx: Any, ddx: Tensor | None, ddgate: Tensor | None, ddweight: Tensor | None) -> tuple[Any, ...]:
     grad, x, gate, weight, _, eps, weight_offset, gain_in_input, silu, before, want_weight = _saved_all(ctx)
     dg, dx, dgate, dweight = _second_order(
         lambda x, z, w: ref.gated_rms_norm_reference(x, z, w, eps, weight_offset, gain_in_input, False, silu, before),

@@ -75,15 +75,11 @@ def _row_shape(x: Tensor, weight: Tensor | None):
     return x.shape[-1:] if weight is None else weight.shape
 
 
-def _rms_backward(
-    grad, x, weight, rstd, eps, weight_offset, gain_in_input, grad_sum, want_weight, bias_dtype
-):
+def _rms_backward(grad, x, weight, rstd, eps, weight_offset, gain_in_input, grad_sum, want_weight, bias_dtype):
     return x.new_empty(x.shape), *_parameter_grads(x, weight, want_weight, bias_dtype, _row_shape(x, weight))
 
 
-def _layer_backward(
-    grad, x, weight, mean, rstd, eps, weight_offset, gain_in_input, grad_sum, want_weight, bias_dtype
-):
+def _layer_backward(grad, x, weight, mean, rstd, eps, weight_offset, gain_in_input, grad_sum, want_weight, bias_dtype):
     return x.new_empty(x.shape), *_parameter_grads(x, weight, want_weight, bias_dtype, _row_shape(x, weight))
 
 
@@ -95,9 +91,7 @@ def _gated_with_statistics(x, gate, weight, *options):
     return x.new_empty(x.shape), _rstd(x)
 
 
-def _gated_backward(
-    grad, x, gate, weight, rstd, eps, weight_offset, gain_in_input, silu, gate_before, want_weight
-):
+def _gated_backward(grad, x, gate, weight, rstd, eps, weight_offset, gain_in_input, silu, gate_before, want_weight):
     dweight, _ = _parameter_grads(x, weight, want_weight, None, _row_shape(x, weight))
     return x.new_empty(x.shape), x.new_empty(x.shape), dweight
 

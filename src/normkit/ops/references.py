@@ -1,4 +1,4 @@
-"""The plain form of every operator, with the operator's own arguments: what it computes, written by `normkit.reference`.
+"""The plain form of every operator, with the operator's own arguments, evaluated by `normkit.reference`.
 
 Tests compare against these; transforms, double backward and inputs without a kernel run on them.
 """
@@ -164,9 +164,7 @@ def gated_rms_norm_reference(
 ) -> Tensor:
     """`gated_rms_norm` in plain PyTorch."""
     kind: Gate = ("silu" if silu else "sigmoid", "before" if gate_before else "after")
-    return _row_norm(
-        False, x, weight, None, eps, weight_offset, gain_in_input, round_before_gain, None, gate, kind
-    )
+    return _row_norm(False, x, weight, None, eps, weight_offset, gain_in_input, round_before_gain, None, gate, kind)
 
 
 # ---- channels: dim 1 ----

@@ -1,7 +1,7 @@
 """Row operators: RMSNorm and LayerNorm over the last dim, plain, after a residual sum, and gated.
 
-Shapes: x ``(..., D)``; weight and bias ``(D,)``, or the shape of x's last dims (a gain for each head). ``weight_offset``
-is added to the stored weight, in float32 or (``gain_in_input``) in the weight's own dtype. With ``round_before_gain``
+Shapes: x ``(..., D)``; weight and bias ``(D,)``, or the shape of x's last dims (a gain for each head).
+``weight_offset`` is added to the stored weight, in float32 or (``gain_in_input``) in the weight's own dtype. With ``round_before_gain``
 the normalized value is rounded to half precision before the gain multiplies it. ``dtype`` is the output's (x's own by
 default). Leading dims may have any strides: a slice of a fused projection is read where it lies.
 
@@ -33,8 +33,11 @@ if LOADED:
 def _fits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> bool:
     """What the operator itself would check, asked beforehand where a fake tensor runs instead of the operator."""
     out = x.dtype if dtype is None else dtype
-    if x.dtype not in _FLOATS or out not in _FLOATS or x.dim() < 1 or (x.dtype == torch.float64) != (
-        out == torch.float64
+    if (
+        x.dtype not in _FLOATS
+        or out not in _FLOATS
+        or x.dim() < 1
+        or (x.dtype == torch.float64) != (out == torch.float64)
     ):
         return False
     first = weight if weight is not None else bias
@@ -45,9 +48,7 @@ def _fits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dt
     return fits and (bias is None or (bias.shape == first.shape and bias.is_cpu and bias.dtype in _FLOATS))
 
 
-def _rounds_oddly(
-    weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None, stream: torch.dtype
-) -> bool:
+def _rounds_oddly(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None, stream: torch.dtype) -> bool:
     """Roundings before the gain that no kernel has: with a bias after it, or to a type that is not the output's."""
     if bias is not None:
         return True
@@ -162,9 +163,7 @@ def add_rms_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(`rms_norm` of ``x + residual``, the sum); the sum is rounded to the residual's dtype before the statistic."""
-    return _add_norm(
-        False, x, residual, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype
-    )
+    return _add_norm(False, x, residual, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
 
 
 def add_layer_norm(
@@ -193,7 +192,7 @@ def gated_rms_norm(
     silu: bool = True,
     gate_before: bool = False,
 ) -> Tensor:
-    """`rms_norm` of ``x * act(gate)`` (``gate_before``), or `rms_norm` of x times ``act(gate)``; act is SiLU or sigmoid.
+    """`rms_norm` of ``x * act(gate)`` (``gate_before``), or of x, times ``act(gate)``; act is SiLU or sigmoid.
 
     For features in groups, unflatten x, gate and weight to ``(..., groups, D / groups)``.
     """
