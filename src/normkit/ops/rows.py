@@ -1,9 +1,9 @@
 """Row operators: RMSNorm and LayerNorm over the last dim, plain, after a residual sum, and gated.
 
 Shapes: x ``(..., D)``; weight and bias ``(D,)``, or the shape of x's last dims (a gain for each head).
-``weight_offset`` is added to the stored weight, in float32 or (``gain_in_input``) in the weight's own dtype. With ``round_before_gain``
-the normalized value is rounded to half precision before the gain multiplies it. ``dtype`` is the output's (x's own by
-default). Leading dims may have any strides: a slice of a fused projection is read where it lies.
+``weight_offset`` is added to the stored weight, in float32 or (``gain_in_input``) in the weight's own dtype. With
+``round_before_gain`` the normalized value is rounded to half precision before the gain multiplies it. ``dtype`` is the
+output's (x's own by default). Leading dims may have any strides: a slice of a fused projection is read where it lies.
 
 What the kernels do not take (see `autograd` for when that is) runs on the plain form, which also words the errors.
 """
