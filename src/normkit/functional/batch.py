@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normkit.functional.core import add_residual, make_spec, write
-from normkit.functional.evaluate import evaluate
+from normkit.functional.evaluate import compute, evaluate
 from normkit.functional.running import advance, moments
 from normkit.spec import Axes, Gate, NormSpec, OutputDtype, Rounding, check_eps
 
@@ -149,9 +149,7 @@ def batch_norm_functional(
         return BatchNormResult(input.clone(), running_mean, running_var)
     spec = _spec("batch", channel_dim, eps, weight, bias, weight_offset, rounding, output_dtype, gate, gate_kind)
     if not training:
-        y, _ = evaluate(
-            input, spec, weight, bias, gate=gate, mask=mask, running_mean=running_mean, running_var=running_var
-        )
+        y = compute(input, spec, weight, bias, gate=gate, mask=mask, running_mean=running_mean, running_var=running_var)
         return BatchNormResult(y, running_mean, running_var)
     check_more_than_one(input, spec, mask)
     return _measured(input, spec, weight, bias, gate, mask, running_mean, running_var, momentum, skip_nonfinite)
@@ -222,7 +220,7 @@ def instance_norm(
         store(running_mean, new_mean)
         store(running_var, new_var)
     else:
-        y, _ = evaluate(x, spec, weight, bias, gate=gate, mask=mask, running_mean=running_mean, running_var=running_var)
+        y = compute(x, spec, weight, bias, gate=gate, mask=mask, running_mean=running_mean, running_var=running_var)
     return _finish(y, input, stream, output_dtype, out)
 
 
@@ -282,9 +280,10 @@ def _measured(
     skip_nonfinite: bool,
 ) -> BatchNormResult:
     """Normalize by the input's own statistics; the running ones after it, out of place."""
-    y, found = evaluate(x, spec, weight, bias, gate=gate, mask=mask)
     if running_mean is None or running_var is None or x.numel() == 0:
+        y = compute(x, spec, weight, bias, gate=gate, mask=mask)
         return BatchNormResult(y, running_mean, running_var)
+    y, found = evaluate(x, spec, weight, bias, gate=gate, mask=mask)
     assert found is not None
     new = advance(running_mean, running_var, moments(found, spec, x.dim()), momentum, skip_nonfinite=skip_nonfinite)
     return BatchNormResult(y, new[0], new[1])

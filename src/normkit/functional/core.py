@@ -9,7 +9,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from normkit.functional.evaluate import evaluate
+from normkit.functional.evaluate import add_and_compute, compute, compute_into, needs_gradient
+from normkit.reference import output_dtype
 from normkit.spec import NormSpec
 
 
@@ -66,16 +67,28 @@ def norm(
     Raises:
         TypeError, ValueError: as `normkit.reference.normalize`, and where ``residual`` or ``out`` does not fit.
     """
-    stream = None
     if residual is None:
-        y, _ = evaluate(x, spec, weight, bias, gate=gate, mask=mask)
-    else:
-        stream = add_residual(x, residual)
-        y, _ = evaluate(stream, spec, weight, bias, gate=gate, mask=mask)
-        if spec.output_dtype == "input":
-            y = y.to(x.dtype)
-    y = y if out is None else write(y, out)
-    return y if stream is None else (y, stream)
+        if out is None:
+            return compute(x, spec, weight, bias, gate=gate, mask=mask)
+        if mask is None and _may_write(out, x, output_dtype(x.dtype, spec, weight, bias), weight, bias, gate):
+            written = compute_into(out, x, spec, weight, bias, gate)
+            if written:
+                return out
+        return write(compute(x, spec, weight, bias, gate=gate, mask=mask), out)
+    both = None if gate is not None or mask is not None else add_and_compute(x, residual, spec, weight, bias)
+    if both is not None:
+        return both if out is None else (write(both[0], out), both[1])
+    stream = add_residual(x, residual)
+    y = compute(stream, spec, weight, bias, gate=gate, mask=mask)
+    if spec.output_dtype == "input":
+        y = y.to(x.dtype)
+    return y if out is None else write(y, out), stream
+
+
+def _may_write(out: Tensor, x: Tensor, dtype: torch.dtype, *others: Tensor | None) -> bool:
+    """Whether an operator may write the result here; `write` words what is wrong."""
+    fits = out.shape == x.shape and out.dtype == dtype and out.device == x.device
+    return fits and not needs_gradient(out, x, *others)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

@@ -1,4 +1,10 @@
-"""The one place where a norm picks its implementation."""
+"""The one place where a norm picks its implementation.
+
+1. `kernels_take` says whether the native operators may see a tensor; `normkit.ops` chooses the form of the operator
+   that keeps gradients, compilation and export intact.
+2. Else torch's own fused operator, on devices where it computes the same spec.
+3. Else the reference, with `ClosedForm` as its gradient. On a CPU that misses its kernels, the first use says why.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,64 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from normkit import ops
+from normkit.ops import autograd, fused
 from normkit.reference import Measured, Statistics, count_elements, normalize_measured
 from normkit.reference_backward import normalize_backward
 from normkit.spec import NormSpec
+
+_LOADED = ops.LOADED
+_PLAIN = (Tensor, torch.nn.Parameter)
+_compiling = torch.compiler.is_compiling
+_functorch = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether the native operators may be called on x."""
+    if _compiling():
+        return _LOADED and x.is_cpu and not _functorch() and forward_ad._current_level < 0
+    if type(x) not in _PLAIN or not x.is_cpu:
+        return False
+    # A TorchDispatchMode is there to see what is computed, and an operator hides it: an audit follows the residual
+    # stream through its sums, and an operator that adds and normalizes shows none.
+    if _modes() or _functorch() or forward_ad._current_level >= 0:
+        return False
+    if not _LOADED:
+        ops.warn_once()
+    return _LOADED
+
+
+def compute(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+) -> Tensor:
+    """Evaluate a NormSpec by the implementation that fits.
+
+    Args:
+        x, spec, weight, bias, gate, mask, running_mean, running_var: as `normkit.reference.normalize`.
+    """
+    y = None
+    if kernels_take(x):
+        if running_mean is None:
+            run = _cached(ops.operator)(spec)
+            y = None if run is None else run(x, weight, bias, gate=gate, mask=mask)
+        elif gate is None and running_var is not None:
+            run = _cached(ops.given)(spec)
+            y = None if run is None else run(x, running_mean, running_var, weight, bias, mask)
+    elif gate is None and mask is None and not x.is_cpu and not x.is_meta and (_compiling() or not _modes()):
+        y = fused.evaluate(x, spec, weight, bias, running_mean, running_var)
+    if y is not None:
+        return y
+    return _evaluate_plain(x, spec, weight, bias, gate, mask, running_mean, running_var)[0]
 
 
 def evaluate(
@@ -21,22 +82,55 @@ def evaluate(
     *,
     gate: Tensor | None = None,
     mask: Tensor | None = None,
+) -> tuple[Tensor, Statistics | None]:
+    """`compute`, with the statistics that the input had. No gradient flows through them."""
+    if gate is None and kernels_take(x):
+        run = _cached(ops.measuring)(spec)
+        found = None if run is None else run(x, weight, bias, mask)
+        if found is not None:
+            y, mean, variance, count = found
+            shape = [1] * x.dim()
+            shape[spec.channel_dim] = mean.shape[-1]  # type: ignore[index]
+            if spec.axes == "instance":
+                shape[0] = x.shape[0]
+            if isinstance(count, Tensor):
+                count = count.view([1] * x.dim())
+            return y, Statistics(mean.view(shape), variance.view(shape), count)
+    return _evaluate_plain(x, spec, weight, bias, gate, mask)
+
+
+def add_and_compute(
+    x: Tensor, residual: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """(norm of the residual sum, the sum) by one operator; None where there is none for it."""
+    if residual.shape != x.shape or not residual.is_floating_point() or not kernels_take(x):
+        return None
+    return ops.add_and_norm(x, residual, spec, weight, bias)
+
+
+def compute_into(
+    out: Tensor, x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
+) -> bool:
+    """Whether an operator wrote the norm into ``out``."""
+    if _compiling() or not kernels_take(x):
+        return False
+    run = ops.operator(spec)
+    return run is not None and run(x, weight, bias, gate=gate, out=out) is not None
+
+
+def _evaluate_plain(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    mask: Tensor | None = None,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
 ) -> tuple[Tensor, Statistics | None]:
-    """Evaluate a NormSpec by the implementation that fits, and say what statistics the input had.
+    """The reference, with statistics (None where given ones were used).
 
-    - functorch transforms, forward-mode AD, compilation and export: the reference, which all of them can trace;
-    - a gate, given statistics, or arithmetic that never leaves half precision: the reference;
-    - a gradient is needed: `ClosedForm`;
-    - else the reference.
-
-    Args:
-        x, spec, weight, bias, gate, mask, running_mean, running_var: as `normkit.reference.normalize`.
-
-    Returns:
-        The result, and the statistics it was normalized by (None where given ones were used). No gradient flows
-        through the statistics.
+    `ClosedForm` where a gradient is needed and only reverse-mode autograd watches; all else can trace the reference.
     """
     plain = gate is None and running_mean is None and spec.rounding != "none" and x.is_floating_point()
     if plain and needs_gradient(x, weight, bias) and not is_transformed():
@@ -51,14 +145,74 @@ def evaluate(
 
 def is_transformed() -> bool:
     """Whether something other than plain reverse-mode autograd watches: torch.func, forward AD, compile or export."""
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _compiling() or _functorch() or forward_ad._current_level >= 0
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _cached(function: Any) -> Any:
+    """A cached function; itself while a compiler traces, which does not take the cache."""
+    return function.__wrapped__ if _compiling() else function
+
+
+# ---- the shortest way to the kernels of LayerNorm and RMSNorm: a small row costs no more than a call ----
+
+if _LOADED:
+    _layer_norm = torch.ops.normkit.layer_norm.default._op  # past one Python frame that serves dispatch modes
+    _rms_norm = torch.ops.normkit.rms_norm.default._op
+    _layer_norm_recorded = autograd.layer_norm_function
+    _rms_norm_recorded = autograd.rms_norm_function
+
+_EPS32 = torch.finfo(torch.float32).eps
+_EPS64 = torch.finfo(torch.float64).eps
+
+
+def compute_row(
+    centered: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    rounding: str,
+) -> Tensor | None:
+    """LayerNorm or RMSNorm over the last dim, output in x's dtype, in few steps; None where `compute` must look.
+
+    The operator itself refuses parameters that do not fit x, and `compute` then words the error. An eps of None is the
+    machine epsilon of the compute dtype.
+    """
+    if (
+        not _LOADED
+        or _compiling()
+        or type(x) is not Tensor
+        or weight is None
+        or weight.dim() != 1
+        or not (weight_offset == 0 or weight_offset == 1)
+        or not x.is_cpu
+        or _modes()
+        or _functorch()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    if type(eps) is not float:
+        if eps is not None or centered:
+            return None
+        eps = _EPS64 if x.dtype == torch.float64 else _EPS32
+    elif not eps >= 0:
+        return None
+    before = rounding == "before_gain"
+    if bias is not None if before else rounding != "after_gain":
+        return None
+    try:
+        if _grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+            recorded = _layer_norm_recorded if centered else _rms_norm_recorded
+            return recorded(x, weight, bias, eps, weight_offset, False, before, None)
+        return (_layer_norm if centered else _rms_norm)(x, weight, bias, eps, weight_offset, False, before, None)
+    except RuntimeError:
+        return None
 
 
 class ClosedForm(torch.autograd.Function):

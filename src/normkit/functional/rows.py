@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from normkit.functional.core import as_shape, make_spec, norm
+from normkit.functional.evaluate import compute_row
 from normkit.reference import compute_dtype
 from normkit.spec import Gate, NormSpec, OutputDtype, Rounding, WeightShape, check_eps
 
@@ -58,6 +59,11 @@ def layer_norm(
     Differs from `torch.nn.functional.layer_norm`: any pair of input and parameter dtypes; the variance does not lose
     digits for a large mean; a negative eps is refused.
     """
+    plain = residual is None and gate is None and out is None and channel_dim == -1 and output_dtype == "input"
+    if plain and weight is not None and weight.shape == normalized_shape:
+        y = compute_row(True, input, weight, bias, eps, weight_offset, rounding)
+        if y is not None:
+            return y
     spec = make_spec(
         channel_dim=_channel_dim(input, normalized_shape, channel_dim),
         eps=eps,
@@ -121,6 +127,11 @@ def rms_norm(
     Differs from `torch.nn.functional.rms_norm`: the output has the input's dtype for any weight dtype (torch promotes
     unless asked otherwise); everything after ``eps`` is new; a negative eps is refused.
     """
+    plain = residual is None and gate is None and out is None and channel_dim == -1 and output_dtype == "input"
+    if plain and weight is not None and weight.shape == normalized_shape and partial == 1 and groups == 1:
+        y = compute_row(False, input, weight, bias, eps, weight_offset, rounding)
+        if y is not None:
+            return y
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype, NormSpec())).eps if input.is_floating_point() else 0.0
     check_eps(eps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normkit.functional.batch import holds_one, refuse_one, store
-from normkit.functional.evaluate import evaluate
+from normkit.functional.evaluate import compute, evaluate
 from normkit.functional.running import Moments, advance, moments
 from normkit.reference import Statistics, align_mask, output_dtype
 from normkit.spec import NormSpec
@@ -94,7 +94,7 @@ def normalize_running(
     module: KeepsRunningStatistics, x: Tensor, spec: NormSpec, *, gate: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
     """Normalize by the running statistics."""
-    return evaluate(
+    return compute(
         x,
         spec,
         module.weight,
@@ -103,7 +103,7 @@ def normalize_running(
         mask=mask,
         running_mean=module.running_mean,
         running_var=module.running_var,
-    )[0]
+    )
 
 
 def check_single(single: str) -> Single:

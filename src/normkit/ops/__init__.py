@@ -6,11 +6,15 @@ Every ``x`` here has ``x_reference`` (its plain form) and, as ``torch.ops.normki
 from normkit.ops.extension import LOADED as LOADED
 from normkit.ops.extension import Report as Report
 from normkit.ops.extension import report as report
+from normkit.ops.extension import warn_once as warn_once
 
 from normkit.ops import library as library  # isort: skip  (registers fakes and gradients)
 
 from normkit.ops.bind import add_and_norm as add_and_norm
 from normkit.ops.bind import bind as bind
+from normkit.ops.bind import given as given
+from normkit.ops.bind import measuring as measuring
+from normkit.ops.bind import operator as operator
 from normkit.ops.channels import batch_norm as batch_norm
 from normkit.ops.channels import batch_norm_train as batch_norm_train
 from normkit.ops.channels import channel_layer_norm as channel_layer_norm

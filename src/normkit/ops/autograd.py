@@ -120,7 +120,7 @@ def _gated_again(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *_gradients(y, (x, gate, weight), grad), *(None,) * 6
 
 
-def _group_again(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _group_again(ctx: Any, grad: Tensor, *statistics: Tensor | None) -> tuple[Any, ...]:
     x, weight, bias, *_ = ctx.saved_tensors
     y = ref.group_norm_reference(x, weight, bias, ctx.groups, ctx.eps)
     return *_gradients(y, (x, weight, bias), grad), None, None
@@ -154,6 +154,7 @@ if LOADED:
     add_layer_norm_function = _make_function("add_layer_norm_with_statistics", 2, _add_again(ref.layer_norm_reference))
     gated_rms_norm_function = _make_function("gated_rms_norm_with_statistics", 1, _gated_again)
     group_norm_function = _make_function("group_norm_with_statistics", 1, _group_again)
+    group_norm_with_statistics_function = _make_function("group_norm_with_statistics", 3, _group_again)
     batch_norm_train_function = _make_function("batch_norm_train", 4, _batch_train_again)
     batch_norm_frozen_function = _make_function("batch_norm_frozen", 1, _batch_frozen_again)
     channel_layer_norm_function = _make_function("channel_layer_norm_with_statistics", 1, _channel_layer_again)

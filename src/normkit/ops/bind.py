@@ -1,7 +1,8 @@
 """From a NormSpec to the operator that computes it: chosen once, called often.
 
-`bind` gives a function of tensors for any spec. Where an operator computes the spec it is called directly, else
-`normkit.reference` evaluates it.
+`operator` gives a function of tensors for any spec that has one; the function answers None where the operator does not
+take these tensors. `bind` puts `normkit.reference` in those places. `measuring` and `given` are for norms with running
+statistics.
 """
 
 from __future__ import annotations
@@ -13,30 +14,39 @@ import torch
 from torch import Tensor
 
 from normkit.ops import channels, rows
+from normkit.ops import out as _out
 from normkit.reference import normalize
 from normkit.spec import NormSpec
 
-Bound = Callable[..., Tensor]
+Bound = Callable[..., Tensor | None]
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @lru_cache(maxsize=512)
-def bind(spec: NormSpec) -> Bound:
+def bind(spec: NormSpec) -> Callable[..., Tensor]:
     """A function ``f(x, weight=None, bias=None, *, gate=None, mask=None)`` that evaluates the spec.
 
     Statistics are the input's own: batch norms with running statistics are `batch_norm_train` and `batch_norm`.
     """
-    return _rows(spec) or _channels(spec) or _reference(spec)
+    run = operator(spec)
 
-
-def _reference(spec: NormSpec) -> Bound:
-    def run(
+    def evaluate(
         x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
         gate: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return normalize(x, spec, weight, bias, gate=gate, mask=mask)
+        y = None if run is None else run(x, weight, bias, gate=gate, mask=mask)
+        return normalize(x, spec, weight, bias, gate=gate, mask=mask) if y is None else y
 
-    return run
+    return evaluate
+
+
+@lru_cache(maxsize=4096)
+def operator(spec: NormSpec) -> Bound | None:
+    """A function ``f(x, weight, bias, *, gate, mask, out)`` that calls the operator for the spec.
+
+    It gives None where the operator does not take the arguments; with ``out``, where it cannot write there.
+    """
+    return _rows(spec) or _channels(spec)
 
 
 def _plain_statistic(spec: NormSpec) -> bool:
@@ -54,13 +64,14 @@ def _dtype(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def _rows(spec: NormSpec) -> Bound | None:
-    """Features in the trailing dims."""
-    if spec.axes != "features" or spec.channel_dim == 1 or not _plain_statistic(spec) or spec.weight_shape == "scalar":
+    """Features in the trailing dims, or in dim 1 of memory that has them last."""
+    if spec.axes != "features" or not _plain_statistic(spec) or spec.weight_shape == "scalar":
         return None
     if spec.rounding == "none" and spec.output_dtype != "input":
         return None
-    operator = rows.layer_norm if spec.centered else rows.rms_norm
-    reference = _reference(spec)
+    if spec.channel_dim == 1 and (spec.groups > 1 or spec.gate is not None or _channels(spec) is not None):
+        return None
+    plain, into = (rows.layer_norm, _out.layer_norm_out) if spec.centered else (rows.rms_norm, _out.rms_norm_out)
     eps, offset = spec.eps, spec.weight_offset
     in_input, before = spec.gain_dtype == "input", spec.rounding == "before_gain"
     everywhere = spec.rounding == "none"  # no float32 at all: kernels only where there is nothing narrower
@@ -69,40 +80,60 @@ def _rows(spec: NormSpec) -> Bound | None:
     silu = spec.gate is not None and spec.gate[0] == "silu"
     ndim = len(spec.channel_dim) if isinstance(spec.channel_dim, tuple) else 1
     groups = spec.groups
+    first = spec.channel_dim == 1
     if (spec.gate is not None and not gated) or (before and spec.has_bias):
         return None
-    simple = ndim == 1 and groups == 1 and spec.gate is None and not everywhere
+    simple = ndim == 1 and groups == 1 and spec.gate is None and not everywhere and not first
+    takes_weight, takes_bias = spec.has_weight, spec.has_bias
 
     def run(
         x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
-        gate: Tensor | None = None, mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        if mask is not None or (weight is not None) != spec.has_weight or (bias is not None) != spec.has_bias:
-            return reference(x, weight, bias, gate=gate, mask=mask)
-        if not simple and (
-            (everywhere and x.dtype in _HALF) or x.dim() < ndim or (gate is None) == gated
-            or (groups > 1 and x.shape[-1] % groups)
-        ):  # fmt: skip
-            return reference(x, weight, bias, gate=gate)
+        gate: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        if mask is not None or (weight is not None) != takes_weight or (bias is not None) != takes_bias:
+            return None
+        if (gate is not None) != gated:
+            return None
         dtype = _dtype(spec, x, weight, bias)
         rounds = before
         if before and dtype is not None and x.dtype in _HALF and spec.output_dtype == "weight":
             if dtype in _HALF and dtype != x.dtype:  # rounded to the weight's dtype: of two half types no kernel has it
-                return reference(x, weight, bias, gate=gate)
+                return None
             rounds = dtype == x.dtype
         if simple:
-            return operator(x, weight, bias, eps, offset, in_input, rounds, dtype)
-        if gated and dtype is not None and dtype != x.dtype:
-            return reference(x, weight, bias, gate=gate)
-        shape = x.shape
-        flat, w, b, z = (_as_rows(t, ndim, groups) for t in (x, weight, bias, gate))
+            if out is None:
+                return plain(x, weight, bias, eps, offset, in_input, rounds, dtype)
+            return into(x, weight, bias, eps, offset, in_input, rounds, out=out)
+        if (everywhere and x.dtype in _HALF) or x.dim() < ndim or (groups > 1 and x.shape[-1] % groups):
+            return None
+        if first:
+            return None if out is not None else _first(x, weight, bias, plain, eps, offset, in_input, rounds, dtype)
+        if gated and ((dtype is not None and dtype != x.dtype) or gate is None or gate.dtype != x.dtype):
+            return None
+        if out is not None and not out.is_contiguous():
+            return None
+        flat, w, b, z, target = (_as_rows(t, ndim, groups) for t in (x, weight, bias, gate, out))
         if gated:
-            y = rows.gated_rms_norm(flat, z, w, eps, offset, in_input, rounds, silu, gate_before)  # type: ignore[arg-type]
+            options = (flat, z, w, eps, offset, in_input, rounds, silu, gate_before)
+            y = rows.gated_rms_norm(*options) if out is None else _gated_into(*options, out=target)  # type: ignore[arg-type]
+        elif out is None:
+            y = plain(flat, w, b, eps, offset, in_input, rounds, dtype)  # type: ignore[arg-type]
         else:
-            y = operator(flat, w, b, eps, offset, in_input, rounds, dtype)  # type: ignore[arg-type]
-        return y.reshape(shape)
+            y = into(flat, w, b, eps, offset, in_input, rounds, out=target)  # type: ignore[arg-type]
+        return y.reshape(x.shape) if out is None else out
 
     return run
+
+
+_gated_into = _out.gated_rms_norm_out
+
+
+def _first(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, plain: Callable[..., Tensor], *options: object
+) -> Tensor | None:
+    """Features in dim 1, where the memory has them last."""
+    last = x.movedim(1, -1)
+    return plain(last, weight, bias, *options).movedim(-1, 1) if last.is_contiguous() else None
 
 
 def _as_rows(t: Tensor | None, ndim: int, groups: int) -> Tensor | None:
@@ -114,38 +145,125 @@ def _as_rows(t: Tensor | None, ndim: int, groups: int) -> Tensor | None:
     return t.unflatten(-1, (groups, -1)) if groups > 1 else t
 
 
-def _channels(spec: NormSpec) -> Bound | None:
-    """Channels in dim 1."""
-    plain = (
-        spec.channel_dim == 1
+def _plain_channels(spec: NormSpec) -> bool:
+    return (
+        isinstance(spec.channel_dim, int)
+        and (spec.axes != "features" or spec.channel_dim == 1)
         and _plain_statistic(spec)
         and spec.centered
-        and spec.weight_offset == 0
+        and (spec.weight_offset == 0 or spec.gain_dtype == "float32")
         and spec.weight_shape == "features"
         and spec.gate is None
         and spec.rounding == "after_gain"
         and spec.output_dtype == "input"
-        and not spec.frozen
     )
-    if not plain:
+
+
+def _matches(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the arguments are those that the spec announces. (What else is wrong, the operator refuses.)"""
+    return (weight is not None) == spec.has_weight and (bias is not None) == spec.has_bias and x.dim() >= 2
+
+
+def _gain(spec: NormSpec, x: Tensor, weight: Tensor | None) -> Tensor | None:
+    """The gain, formed in the compute dtype."""
+    if weight is None or spec.weight_offset == 0:
+        return weight
+    compute = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return weight.to(compute) + spec.weight_offset
+
+
+def _valid(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.dtype == torch.bool else mask.to(torch.bool)
+
+
+def _channels(spec: NormSpec) -> Bound | None:
+    """Statistics of channels, channels first or last."""
+    if not _plain_channels(spec) or spec.frozen:
         return None
-    reference = _reference(spec)
     eps, axes, groups = spec.eps, spec.axes, spec.groups
+    last = spec.channel_dim == -1
 
     def run(
         x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
-        gate: Tensor | None = None, mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        fits = gate is None and (weight is not None) == spec.has_weight and (bias is not None) == spec.has_bias
-        if not fits or x.dim() < 2 or (mask is not None and axes != "batch"):
-            return reference(x, weight, bias, gate=gate, mask=mask)
-        if axes == "group":
-            return channels.group_norm(x, weight, bias, groups, eps)
-        if axes == "instance":
-            return channels.instance_norm(x, weight, bias, eps)
+        gate: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        if gate is not None or (mask is not None and axes != "batch") or not _matches(spec, x, weight, bias):
+            return None
+        if x.numel() == 0 or (axes == "instance" and x.dim() < 3):
+            return None
+        v = x.movedim(-1, 1) if last else x
+        target = out.movedim(-1, 1) if last and out is not None else out
+        gain = _gain(spec, x, weight)
         if axes == "batch":
-            return channels.batch_norm_train(x, weight, bias, mask, eps)[0]
-        return channels.channel_layer_norm(x, weight, bias, eps)
+            if out is not None:
+                return None
+            y = channels.batch_norm_train(v, gain, bias, _valid(mask), eps)[0]
+        elif axes == "features":
+            y = _call(channels.channel_layer_norm, _out.channel_layer_norm_out, target, v, gain, bias, eps)
+        else:
+            count = groups if axes == "group" else v.shape[1]
+            if v.shape[1] % count:
+                return None
+            y = _call(channels.group_norm, _out.group_norm_out, target, v, gain, bias, count, eps)
+        return out if out is not None else y.movedim(1, -1) if last else y
+
+    return run
+
+
+def _call(plain: Callable[..., Tensor], into: Callable[..., Tensor], target: Tensor | None, *args: object) -> Tensor:
+    return plain(*args) if target is None else into(*args, out=target)
+
+
+@lru_cache(maxsize=512)
+def measuring(spec: NormSpec) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | int] | None] | None:
+    """A function ``f(x, weight, bias, mask)`` for batch and instance norms that keep running statistics.
+
+    It gives (y, mean, variance, count): ``[C]`` each for batch statistics, ``[N, C]`` for instance ones; the count a
+    tensor under a mask. None where the operator does not take the arguments.
+    """
+    if spec.axes not in ("batch", "instance") or not _plain_channels(spec):
+        return None
+    last, eps = spec.channel_dim == -1, spec.eps
+
+    def run(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | int] | None:
+        if not _matches(spec, x, weight, bias) or x.numel() == 0:
+            return None
+        v = x.movedim(-1, 1) if last else x
+        gain = _gain(spec, x, weight)
+        if spec.axes == "batch":
+            if mask is not None and mask.shape != v.shape[:1] + v.shape[2:]:
+                return None
+            y, mean, variance, counted = channels.batch_norm_train(v, gain, bias, _valid(mask), eps)
+            count: Tensor | int = v.numel() // v.shape[1] if mask is None else counted
+        elif mask is None and x.dim() > 2:
+            y, mean, variance = channels.group_norm_with_statistics(v, gain, bias, v.shape[1], eps)
+            count = v[0, 0].numel()
+        else:
+            return None
+        return y.movedim(1, -1) if last else y, mean, variance, count
+
+    return run
+
+
+@lru_cache(maxsize=512)
+def given(spec: NormSpec) -> Bound | None:
+    """A function ``f(x, mean, variance, weight, bias, mask)`` that normalizes by given statistics of each channel."""
+    if spec.axes not in ("batch", "instance") or not _plain_channels(spec):
+        return None
+    last, eps = spec.channel_dim == -1, spec.eps
+
+    def run(
+        x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
+        if not _matches(spec, x, weight, bias) or x.numel() == 0:
+            return None
+        v = x.movedim(-1, 1) if last else x
+        if mask is not None and mask.shape != v.shape[:1] + v.shape[2:]:
+            return None
+        y = channels.batch_norm(v, mean, variance, _gain(spec, x, weight), bias, _valid(mask), eps)
+        return y.movedim(1, -1) if last else y
 
     return run
 
@@ -169,11 +287,13 @@ def add_and_norm(
     )
     if not simple:
         return None
-    operator = rows.add_layer_norm if spec.centered else rows.add_rms_norm
-    return operator(
+    if residual.dtype != x.dtype and not (residual.dtype == torch.float32 and x.dtype in _HALF):
+        return None
+    add = rows.add_layer_norm if spec.centered else rows.add_rms_norm
+    return add(
         x, residual, weight, bias, spec.eps, spec.weight_offset, spec.gain_dtype == "input",
         spec.rounding == "before_gain",
     )  # fmt: skip
 
 
-__all__ = ["add_and_norm", "bind"]
+__all__ = ["add_and_norm", "bind", "given", "measuring", "operator"]

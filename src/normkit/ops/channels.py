@@ -42,7 +42,7 @@ def group_norm(
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over space and a group of channels, per sample."""
     args = (x, weight, bias, groups, eps)
     if not native(x):
-        y = fused.group_norm(*args)
+        y = None if x.is_cpu else fused.group_norm(*args)
         return ref.group_norm_reference(*args) if y is None else y
     needs = needs_grad(x, weight, bias)
     if _compiling():
@@ -54,6 +54,16 @@ def group_norm(
         return autograd.group_norm_function(*args) if needs else _group_norm(*args)
     except RuntimeError:
         return ref.group_norm_reference(*args)
+
+
+def group_norm_with_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`group_norm` with the mean and the variance (divided by n) of each sample and group, in float64."""
+    args = (x, weight, bias, groups, eps)
+    if needs_grad(x, weight, bias) and not _compiling():
+        return autograd.group_norm_with_statistics_function(*args)
+    return torch.ops.normkit.group_norm_with_statistics(*args)
 
 
 def instance_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

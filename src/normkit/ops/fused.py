@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normkit.ops.autograd import transforms_active
+from normkit.spec import NormSpec
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -46,5 +47,38 @@ def row_norm(
 
 def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor | None:
     """GroupNorm by torch's kernel."""
-    fits = not x.is_cpu and x.dim() >= 2 and _alike(x, weight, bias) and groups > 0 and x.shape[1] % groups == 0
+    fits = x.dim() >= 2 and _alike(x, weight, bias) and groups > 0 and x.shape[1] % groups == 0
     return F.group_norm(x, groups, weight, bias, eps) if fits else None
+
+
+def evaluate(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+) -> Tensor | None:
+    """Any spec that torch has an operator for."""
+    if spec.statistic != "mean_square" or spec.eps_at != "variance" or spec.partial != 1 or spec.gate is not None:
+        return None
+    plain = spec.rounding == "after_gain" and spec.output_dtype == "input" and spec.weight_shape == "features"
+    fits = (weight is not None) == spec.has_weight and (bias is not None) == spec.has_bias
+    if not (plain and fits) or spec.weight_offset != 0 or not _alike(x, weight, bias):
+        return None
+    if spec.axes == "features":
+        if spec.channel_dim != -1 or spec.groups != 1:
+            return None
+        return row_norm(spec.centered, x, weight, bias, spec.eps, 0.0, False, None)
+    if spec.channel_dim != 1 or not spec.centered or x.dim() < 2 or x.numel() == 0:
+        return None
+    if any(p is not None and p.shape != x.shape[1:2] for p in (weight, bias, running_mean, running_var)):
+        return None
+    if running_mean is not None:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, spec.eps)
+    if spec.axes == "batch":
+        several = x.numel() > x.shape[1]
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, spec.eps) if several else None
+    if spec.axes == "instance" and x.dim() < 3:
+        return None
+    return group_norm(x, weight, bias, spec.groups if spec.axes == "group" else x.shape[1], spec.eps)
