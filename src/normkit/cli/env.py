@@ -13,7 +13,9 @@ def command() -> None:
     import torch
 
     import normkit
+    from normkit import ops
 
+    native = ops.report()
     rows = {
         "normkit": normkit.__version__,
         "python": platform.python_version(),
@@ -22,8 +24,14 @@ def command() -> None:
         "transformers": _version("transformers"),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        "norms run on": "the reference in plain PyTorch",
+        "norms run on": f"native kernels, {native.instruction_set}" if native.loaded else "plain PyTorch",
+        "extension": native.path or "not found",
     }
+    if "torch" in native.built:
+        built = native.built
+        rows["built"] = f"for torch >= {built['stable_abi']}, with torch {built['torch']} and {built['compiler']}"
+    if not native.loaded:
+        rows["why no kernels"] = native.reason
     width = max(map(len, rows))
     for name, value in rows.items():
         typer.echo(f"{name:<{width}}  {value}")

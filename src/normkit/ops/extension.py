@@ -30,7 +30,7 @@ class Report:
     """The kernels in use: baseline, avx2, avx512 or avx512_bf16 (NORMKIT_ISA forces a lower one)."""
     torch: str
     built: dict[str, str]
-    """The torch, stable ABI, compiler and processor of the build."""
+    """The torch, stable ABI, compiler and processor of the build; or ``without``, why it has no extension."""
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -42,11 +42,11 @@ def _load() -> Report:
     path = _HERE / _LIBRARY
     reason = ""
     if os.environ.get("NORMKIT_NO_NATIVE", "0") not in ("", "0"):
-        reason = "the environment variable NORMKIT_NO_NATIVE is set"
+        reason = "the environment variable NORMKIT_NO_NATIVE is set; unset it to have the kernels"
     elif not path.exists():
         reason = (
-            f"{path.name} is not installed: the package was built without a compiler or with NORMKIT_NO_NATIVE. "
-            "Reinstall with a C++20 compiler present: pip install --no-build-isolation normkit"
+            f"{path.name} is not installed: {built.get('without', 'the package was not built, or its build failed')}. "
+            "Install again where there is a C++20 compiler: pip install --no-build-isolation normkit"
         )
     else:
         try:
@@ -54,7 +54,8 @@ def _load() -> Report:
         except (OSError, RuntimeError) as error:
             reason = (
                 f"{path.name} did not load into torch {torch.__version__} (built with torch {built.get('torch', '?')}, "
-                f"needs torch >= {built.get('stable_abi', '?')}): {error}"
+                f"needs torch >= {built.get('stable_abi', '?')}); install a torch that does, or install normkit again "
+                f"with --no-build-isolation: {error}"
             )
     if reason:
         return Report(False, reason, str(path) if path.exists() else None, None, torch.__version__, built)
