@@ -214,6 +214,15 @@ def test_bad_arguments_say_so() -> None:
         ops.layer_norm(x, torch.ones(8), torch.ones(3))
 
 
+def test_other_devices_are_refused() -> None:
+    x, meta = torch.randn(2, 8), torch.ones(8, device="meta")
+    for f in (ops.rms_norm, ops.layer_norm, ops.group_norm, ops.batch_norm_train, ops.channel_layer_norm):
+        with pytest.raises(ValueError, match="meta"):
+            f(x, meta)
+    with pytest.raises((ValueError, RuntimeError), match="meta"):
+        ops.add_rms_norm(x, torch.ones(2, 8, device="meta"))
+
+
 # ---- gradients ----
 
 Case = tuple[str, Callable[..., object], Callable[..., object], int]

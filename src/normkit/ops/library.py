@@ -192,9 +192,20 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 def _register() -> None:
     for name, fake in OPERATORS.items():
-        torch.library.register_fake(f"normkit::{name}", fake)
+        torch.library.register_fake(f"normkit::{name}", _on_one_device(fake))
     for name, (setup, backward) in formulas.GRADIENTS.items():
         torch.library.register_autograd(f"normkit::{name}", backward, setup_context=_marking(name, setup))
+
+
+def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """One parameter on the meta device would let an operator answer with uninitialized memory."""
+
+    def run(*args: Any) -> Any:
+        if any(type(a) in (Tensor, torch.nn.Parameter) and not a.is_meta for a in args):
+            raise RuntimeError("normkit: all tensors must be on one device; some are on meta")
+        return fake(*args)
+
+    return run
 
 
 def _marking(name: str, setup: Callable[..., None]) -> Callable[..., None]:
