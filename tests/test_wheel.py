@@ -23,11 +23,9 @@ assert pathlib.Path(normkit.__file__).is_relative_to(sys.argv[1]), normkit.__fil
 assert ops.LOADED, ops.report().reason
 warnings.simplefilter("error")
 x = torch.randn(4, 8, 6, 6, requires_grad=True)
-for m, v in ((nn.LayerNorm(6), x), (nn.RMSNorm(6), x), (nn.GroupNorm(2, 8), x), (nn.BatchNorm2d(8), x),
-             (nn.InstanceNorm2d(8), x)):
-    y = m(v)
-    kind = type(m).__name__
-    expected = getattr(torch.nn, kind)(*((6,) if kind in ("LayerNorm", "RMSNorm") else (2, 8) if kind == "GroupNorm" else (8,)))(v)
+for kind, args in (("LayerNorm", (6,)), ("RMSNorm", (6,)), ("GroupNorm", (2, 8)), ("BatchNorm2d", (8,)),
+                   ("InstanceNorm2d", (8,))):
+    y, expected = getattr(nn, kind)(*args)(x), getattr(torch.nn, kind)(*args)(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     y.square().sum().backward()
 y, stream = F.rms_norm(x, (6,), torch.ones(6), residual=x)

@@ -82,7 +82,7 @@ def _make_function(
         with _BelowAutograd():
             return backward_formula(ctx, *grads)
 
-    return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply
+    return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply  # type: ignore[attr-defined]
 
 
 # ---- differentiable gradients, from what each setup saved ----
