@@ -61,7 +61,7 @@ def misleading_name(evidence: Evidence, finding: Callable[..., Finding]) -> Iter
     for (name, said, placement), where in groups.items():
         yield finding(
             where,
-            f"is called {name!r}, which reads as {said}; by dataflow it is {_PLACES[placement]}",
+            f"called {name!r}, which reads as {said}; by dataflow it is {_PLACES[placement]}",
             "trust the dataflow when porting weights or code",
         )
 
