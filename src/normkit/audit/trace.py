@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ def _cuda_devices(model: nn.Module) -> list[int]:
 
 
 @contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
+def _no_fast_path() -> Generator[None, None, None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -109,7 +109,7 @@ def _no_fast_path() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_attributes(model: nn.Module) -> Iterator[None]:
+def _same_attributes(model: nn.Module) -> Generator[None, None, None]:
     """Buffers and parameters that the forward rebinds are bound back (in-place writes: `_Recorder.restore`)."""
     registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._buffers)]  # type: ignore[misc]
     kept = [(registry, dict(registry)) for registry in registries]
@@ -313,7 +313,7 @@ class _Recorder(TorchDispatchMode):
     # ---- module calls ----
 
     @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
+    def hooks(self) -> Generator[None, None, None]:
         """Hooks on every module for the length of the run."""
         handles = []
         try:
