@@ -1,4 +1,4 @@
-"""Imports point downwards only: cli -> lab, bench, audit, convert -> residual, nn -> functional -> ops, reference -> spec."""
+"""Imports point down: cli -> lab, bench, audit, convert -> residual, nn -> functional -> ops, reference -> spec."""
 
 from __future__ import annotations
 

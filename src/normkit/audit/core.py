@@ -72,6 +72,7 @@ def audit(
 def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
     value = recorded.values[found.calls[0].inputs[0]]
     identification = found.identification
+    assert identification.kind != "none"
     return NormRecord(
         name=found.name,
         class_name=found.class_name,

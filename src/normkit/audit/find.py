@@ -42,6 +42,8 @@ _FUSED = frozenset(
 )
 _STATISTIC = frozenset(["mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "einsum"])
 _ROOT = frozenset(["rsqrt", "sqrt", "reciprocal", "pow"])
+_RESHAPES = frozenset(["expand", "view", "_unsafe_view", "unsqueeze", "clone"])
+_GAINS = frozenset(["mul", "add", "sub", "div", "_to_copy", "to"])
 _WEIGHT_NORM = frozenset(["_weight_norm", "_weight_norm_interface"])
 _MIXING = frozenset(
     [
@@ -110,7 +112,7 @@ def find_norms(trace: Trace, progress: Callable[[str], None] = lambda _: None) -
     leads = _leads(trace)
     claimed: set[int] = set()
     occurrences = list(_module_norms(trace, leads, claimed, progress))
-    inline = list(_inline_norms(trace, [n for n in leads if n not in claimed]))
+    inline = list(_inline_norms(trace, leads, claimed))
     first = {id(o): min(min(c.nodes) for c in o.calls) for o in (*occurrences, *inline)}
     return sorted((*occurrences, *inline), key=lambda o: first[id(o)])
 
@@ -230,32 +232,55 @@ def example_of(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
 # Inline norms ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Slice:
+    """Part of a trace; copies of a module that holds it share it, since it is only read."""
+
+    trace: Trace
+    source: int
+    output: int
+    nodes: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Slice:
+        return self
+
+
 class Replay(nn.Module):
-    """A recorded slice of operators as a module of one input, for probing."""
+    """A recorded slice of operators as a module of one input, for probing.
+
+    The model's tensors that the slice uses are its parameters, so that a gain written inline is seen as one.
+    """
 
     def __init__(self, trace: Trace, source: int, output: int, nodes: tuple[int, ...]) -> None:
         super().__init__()
-        self._slice = (trace, source, output, nodes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replay:
-        return Replay(*self._slice)  # the trace is shared: it is only read
+        self.slice = _Slice(trace, source, output, nodes)
+        used = {v for n in nodes for v in trace.nodes[n].inputs}
+        for value in sorted(used):
+            leaf = trace.leaves.get(value)
+            if value != source and leaf is not None and trace.values[value].origin in ("parameter", "buffer"):
+                if leaf.is_floating_point():
+                    self.register_parameter(f"value{value}", nn.Parameter(leaf.detach(), requires_grad=False))
+                else:
+                    self.register_buffer(f"value{value}", leaf.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the slice on another input."""
-        trace, source, output, nodes = self._slice
-        return trace.replay(nodes, {source: x})[output]
+        own = (*self.named_parameters(), *self.named_buffers())
+        feeds = {int(name.removeprefix("value")): tensor for name, tensor in own}
+        part = self.slice
+        return part.trace.replay(part.nodes, feeds | {part.source: x})[part.output]
 
 
-def _inline_norms(trace: Trace, leads: Sequence[int]) -> Iterator[Occurrence]:
+def _inline_norms(trace: Trace, leads: Sequence[int], claimed: set[int]) -> Iterator[Occurrence]:
     consumers = _consumers(trace)
-    taken: set[int] = set()
+    taken = set(claimed)
     found: dict[tuple[str, int], Occurrence] = {}
     numbers: dict[tuple[int, str], int] = {}
     for lead in leads:
         node = trace.nodes[lead]
         if lead in taken or _packet(node) in _ROOT:
             continue
-        match = _weight_norm(trace, node) if _packet(node) in _WEIGHT_NORM else _match(trace, node, consumers)
+        match = _weight_norm(trace, node) if _packet(node) in _WEIGHT_NORM else _match(trace, node, consumers, taken)
         if match is None:
             continue
         identification, call, source = match
@@ -287,11 +312,13 @@ def _consumers(trace: Trace) -> dict[int, list[int]]:
     return consumers
 
 
-def _match(trace: Trace, node: Node, consumers: dict[int, list[int]]) -> tuple[Identification, NormCall, int] | None:
+def _match(
+    trace: Trace, node: Node, consumers: dict[int, list[int]], taken: set[int]
+) -> tuple[Identification, NormCall, int] | None:
     """Follow a statistic to where it divides what it was formed of, and probe that slice."""
     for output in _endings(trace, node, consumers):
         found = None
-        for source in _sources(trace, node, trace.values[output].shape):
+        for source in _sources(trace, node, trace.values[output].shape, taken):
             nodes = tuple(trace.slice([source], output))
             if node.index not in nodes or not _closed(trace, nodes, source):
                 continue
@@ -318,48 +345,39 @@ def _match(trace: Trace, node: Node, consumers: dict[int, list[int]]) -> tuple[I
 def _endings(trace: Trace, node: Node, consumers: dict[int, list[int]]) -> list[int]:
     """Values as large as the statistic's source that are reached from it through a few elementwise operators.
 
-    The farthest come first, so that a gain and a bias are taken in.
+    The farthest come first, so that a gain, a bias and a last cast are taken in.
     """
     if _packet(node) in _FUSED:
         return [node.outputs[0]]
     largest = max((_numel(trace, v) for v in node.inputs), default=0)
-    found: list[int] = []
-    reached: list[tuple[int, int]] = [(v, 0) for v in node.outputs]
+    found: set[int] = set()
+    reached = [(v, 0, False) for v in node.outputs]  # value, distance, whether the statistic has met its source
     seen: set[int] = set()
-    while reached:
-        value, distance = reached.pop(0)
+    while reached and largest > 0:
+        value, distance, joined = reached.pop(0)
         if value in seen or distance > _LOOK_AHEAD:
             continue
         seen.add(value)
         for consumer in consumers.get(value, ()):
             after = trace.nodes[consumer]
-            if _packet(after) in _MIXING or after.op is None:
+            if _packet(after) in _MIXING or after.op is None or (joined and not _is_gain(trace, after, value)):
                 continue
             for result in after.outputs:
-                if _numel(trace, result) == largest and largest > 0:
-                    if _packet(after) not in ("expand", "view", "_unsafe_view", "unsqueeze", "clone"):
-                        found.append(result)
-                        reached += _gain_and_bias(trace, result, consumers, distance)
-                        continue
-                reached.append((result, distance + 1))
-    return sorted(set(found), reverse=True)[:6]
+                full = _numel(trace, result) == largest and (joined or _packet(after) not in _RESHAPES)
+                if full:
+                    found.add(result)
+                reached.append((result, distance + 1, full))
+    return sorted(found, reverse=True)[:6]
 
 
-def _gain_and_bias(trace: Trace, value: int, consumers: dict[int, list[int]], distance: int) -> list[tuple[int, int]]:
-    """Go on through casts, and products and sums with the model's own parameters."""
-    onward = []
-    for consumer in consumers.get(value, ()):
-        node = trace.nodes[consumer]
-        others = [v for v in node.inputs if v != value]
-        own = all(trace.values[v].origin in ("parameter", "buffer", "constant") for v in others)
-        if _packet(node) in ("mul", "add", "_to_copy", "to", "div", "sub") and own:
-            onward.append((value, distance + 1))
-            break
-    return onward
+def _is_gain(trace: Trace, node: Node, value: int) -> bool:
+    """A cast, or a product or sum with the model's own tensors alone."""
+    own = all(trace.values[v].origin in ("parameter", "buffer", "constant") for v in node.inputs if v != value)
+    return own and _packet(node) in _GAINS
 
 
-def _sources(trace: Trace, node: Node, shape: tuple[int, ...]) -> Iterator[int]:
-    """Values of the output's shape that the statistic was formed of, nearest first."""
+def _sources(trace: Trace, node: Node, shape: tuple[int, ...], taken: set[int]) -> Iterator[int]:
+    """Values of the output's shape that the statistic was formed of, nearest first, up to another norm's output."""
     todo, seen = list(node.inputs), set()
     candidates: list[int] = []
     for _ in range(_LOOK_AHEAD):
@@ -371,7 +389,7 @@ def _sources(trace: Trace, node: Node, shape: tuple[int, ...]) -> Iterator[int]:
             if trace.values[value].shape == shape and trace.values[value].dtype.is_floating_point:
                 candidates.append(value)
             producer = trace.producer(value)
-            if producer is not None and _packet(producer) not in _MIXING:
+            if producer is not None and producer.index not in taken and _packet(producer) not in _MIXING:
                 ahead.extend(producer.inputs)
         todo = ahead
     yield from candidates[:6]

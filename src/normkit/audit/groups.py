@@ -7,8 +7,9 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from normkit.audit.identify import Identification, identify
 from torch import Tensor, nn
+
+from normkit.audit.identify import Identification, identify
 
 _PROJECTIONS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Torch's own classes, exactly, that need no measurement: none of them divides by a statistic."""

@@ -121,7 +121,7 @@ def _minilm(device: str | None, inputs: Mapping[str, Tensor] | None, progress: P
 def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
     if not folder.is_dir():
         raise ModelError(
-            f"no folder {folder}; give a folder with a config.json, a model type, or package.module:factory"
+            f"no folder {folder}; give a folder with a config.json, a model type or package.module:factory"
         )
     config = _read_config(folder)
     weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
@@ -152,7 +152,7 @@ def _read_config(folder: Path) -> Any:
         raise ModelError(f"{path} holds a {type(values).__name__}, not an object; write the file again")
     if "auto_map" in values:
         raise ModelError(
-            f"{path} asks for remote code (auto_map), which is not run; audit the code as package.module:factory instead"
+            f"{path} asks for remote code (auto_map), which is not run; audit it as package.module:factory instead"
         )
     kind = values.get("model_type")
     library = transformers()

@@ -18,7 +18,7 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="minilm (the demo), a folder with a config.json, a transformers model type, or package.module:factory.",
+            help="minilm (the demo), a folder with a config.json, a transformers model type or package.module:factory.",
             show_default=False,
         ),
     ],
