@@ -364,8 +364,7 @@ def schedule(
     Raises:
         ValueError: as `placement`.
     """
-    own = wiring if isinstance(wiring, Placement) else None
-    name = wiring if own is None else own.name
+    own, name = (wiring, wiring.name) if isinstance(wiring, Placement) else (None, wiring)
     made = Schedule(name=name, depth=_positive("depth", depth, name), other_depth=other_depth, stack=stack, own=own)
     made.branch(1, "attention")
     return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -100,9 +98,12 @@ def test_state_dicts_of_other_placements(name):
         model(placement=name).load_state_dict(model(placement="sandwich").state_dict())
 
 
-def test_distributed_data_parallel(tmp_path):
+def test_distributed(tmp_path):
+    """DDP and layer by layer FSDP2 on one process: the same logits, and every parameter gets its gradient."""
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
+    from torch.distributed.fsdp import fully_shard
+
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         for name in ("pre", "resi_dual", "hybrid", "fixup"):
@@ -112,9 +113,15 @@ def test_distributed_data_parallel(tmp_path):
             for _ in range(2):  # a parameter without gradient would be reported by the second step
                 parallel(tokens()).square().mean().backward()
             assert all(p.grad is not None for p in made.parameters())
+            want = made(tokens()).detach()
+            for layer in made.stack.layers:
+                fully_shard(layer)
+            fully_shard(made)
+            got = made(tokens())
+            torch.testing.assert_close(got, want)
+            got.square().mean().backward()
     finally:
         torch.distributed.destroy_process_group()
-    assert os.environ.get("RANK") is None
 
 
 @pytest.mark.parametrize(

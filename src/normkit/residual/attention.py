@@ -176,6 +176,7 @@ class Attention(nn.Module):
         self.key_norm: nn.Module | None = None
         self.value_norm: nn.Module | None = None
         self.inner_norm: nn.Module | None = None
+        self.head_scale: nn.Parameter | None
         self.register_parameter("head_scale", None)
         if make_norm is not None and qk_norm is not None:
             self.query_norm = make_norm(wide if self.full_width else self.head_dim)

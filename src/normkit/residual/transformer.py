@@ -411,7 +411,7 @@ class Transformer(nn.Module):
             if cache.length and cache.batch != batch:
                 raise ValueError(f"the cache holds {cache.batch} samples and tokens {batch}")
             length = length + cache.length
-        shapes = [("mask", mask, (batch, length))]
+        shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [("mask", mask, (batch, length))]
         if source is not None:
             shapes.append(("source_mask", source_mask, tuple(source.shape)))
         for name, value, shape in shapes:
