@@ -13,7 +13,7 @@ from .blocks import scramble
 
 # Rows that differ only in what no single run of a branch shows: initialization, where lambda starts, the paper's name.
 ALIKE = (
-    {"pre", "parallel", "layerscale"},
+    {"pre", "parallel"},
     {"pre", "scaled"},  # the first layer's factor is 1
     {"post", "resi_dual"},
     {"rezero", "skipinit", "fixup"},
