@@ -109,7 +109,7 @@ def _wiring(
     if has_output:
         return "output"
     if has_input:
-        return "scaled" if gain != 1 else "pre"
+        return "scaled" if gain != 1 else "layerscale" if learned == "vector" else "pre"
     return {"vector": "layerscale", "scalar": "rezero"}.get(learned or "", "none")
 
 
