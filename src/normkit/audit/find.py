@@ -57,9 +57,12 @@ def _module_norms(
         progress(f"identifying {call.name}")
         args, kwargs = example_of(call)
         calls = [c for c in by_name[call.name] if c.outputs]
-        identification = identify(call.module, *args, **kwargs)
+        if any(packet(trace.nodes[n]) in WEIGHT_NORM for n in call.nodes):
+            identification = WEIGHT_NORMALIZATION
+        else:
+            identification = identify(call.module, *args, **kwargs)
         norm_calls = [_norm_call(trace, c, identification) for c in calls]
-        if identification.spec is None:
+        if identification.spec is None and identification is not WEIGHT_NORMALIZATION:
             whole = [match for c in calls if (match := finder.whole(c, leads)) is not None]
             if whole and whole[0].identification is not WEIGHT_NORMALIZATION:
                 found = whole[0].identification

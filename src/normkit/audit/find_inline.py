@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.audit.find_operators import ADDS, CASTS, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
+from normkit.audit.find_operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
 from normkit.audit.graph import BATCH_MODE, ModuleCall, Node, ReplayError, TensorInfo, Trace, Value, holds_running_statistics
 from normkit.audit.identify import Identification, identify
 from normkit.audit.place import NormCall
@@ -76,6 +76,7 @@ class Replay(nn.Module):
         super().__init__()
         self._shared = _Shared(trace)
         self._slice = (source, output, nodes)
+        self._fixed = any(packet(trace.nodes[n]) in FIXED for n in nodes)
         self.names: dict[str, str] = {}
         self._values: dict[str, int] = {}
         self.training = _in_training(trace, nodes)
@@ -95,6 +96,8 @@ class Replay(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run the slice on another input."""
         source, output, nodes = self._slice
+        if self._fixed and tuple(x.shape) != self._shared.trace.values[source].shape:
+            raise ReplayError("an operator of the slice holds the shape that it was recorded with")
         feeds = {source: x} | {value: getattr(self, key) for key, value in self._values.items()}
         return self._shared.trace.replay(nodes, feeds, training=self.training)[output]
 

@@ -64,6 +64,8 @@ MIXING = frozenset(
         "sort",
     ]
 )
+FIXED = frozenset(["native_group_norm", "as_strided", "repeat"])
+"""Operators whose arguments hold the sizes of the tensor that they were called with."""
 VIEWS = frozenset(["view", "_unsafe_view", "unsqueeze", "squeeze", "permute", "transpose", "t", "expand", "alias"])
 CASTS = frozenset(["_to_copy", "to", "clone"])
 ADDS = frozenset(["mul", "add", "div", "sub"])

@@ -358,6 +358,8 @@ class Probe:
         example = tuple(self.examples[self.x_key].shape)
         if any(isinstance(v, Tensor) and v.dim() > 0 for k, v in self.examples.items() if k not in self.inputs):
             return [example]  # a mask or an index fits this shape only
+        if any(k not in (self.x_key, self.second) for k in self.inputs):
+            return [example]  # so does a third tensor, and operators exist that write out of bounds if it does not
         sizes = {n for s in self.slots for n in s.tensor.shape if n > 1}
         kept = [n in sizes or d == len(example) - 1 for d, n in enumerate(example)]
         shapes = [_shrink(example, kept)]
