@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from normkit.audit.find_operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
-from normkit.audit.graph import BATCH_MODE, ModuleCall, Node, ReplayError, TensorInfo, Trace, Value, holds_running_statistics
+from normkit.audit.graph import BATCH_MODE, ModuleCall, Node, Ref, ReplayError, TensorInfo, Trace, Value, holds_running_statistics
 from normkit.audit.identify import Identification, identify
 from normkit.audit.place import NormCall
 
@@ -122,6 +123,7 @@ class InlineNorms:
         self.trace = trace
         self.consumers: dict[int, list[int]] = {}
         self._known: dict[int, Match | None] = {}
+        self._identified: dict[str, Identification] = {}
         self._dynamic = bytearray(len(trace.values))
         for value in trace.inputs:
             self._dynamic[value] = 1
@@ -228,11 +230,12 @@ class InlineNorms:
         if node.index not in nodes or not self._closed(nodes, source):
             return None
         value = trace.values[source]
-        try:
-            replay = Replay(trace, source, output, nodes)
-            found = identify(replay, torch.empty(value.shape, dtype=value.dtype, device="meta"))
-        except ReplayError:
-            return None
+        replay = Replay(trace, source, output, nodes)
+        alike = self._signature(nodes, source, output)
+        if alike not in self._identified:
+            example = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            self._identified[alike] = identify(replay, example)
+        found = self._identified[alike]
         if found.spec is None or found.kind == "none":
             return None
         if self.depends_on_input(source):
@@ -242,6 +245,30 @@ class InlineNorms:
         else:
             found = WEIGHT_NORMALIZATION
         return Match(found, NormCall((source,), output, frozenset(nodes)), source)
+
+    def _signature(self, nodes: tuple[int, ...], source: int, output: int) -> str:
+        """What two slices share that compute the same from tensors of the same shapes."""
+        numbers: dict[int, int] = {}
+        tensors: list[str] = []
+
+        def number(value: int) -> int:
+            if value not in numbers:
+                numbers[value] = len(numbers)
+                known = self.trace.values[value]
+                leaf = self.trace.leaves.get(value)
+                single = leaf is not None and leaf.numel() == 1 and not leaf.is_meta
+                held = f"{leaf.item()!r}" if single and leaf is not None else ""
+                origin = "" if value == source or known.origin == "node" else known.origin
+                tensors.append(f"{origin}{known.shape}{known.dtype}{held}")
+            return numbers[value]
+
+        number(source)
+        steps = []
+        for index in nodes:
+            node = self.trace.nodes[index]
+            given = tree_map_only(Ref, lambda ref: f"v{number(ref.value)}", (node.args, node.kwargs))
+            steps.append(f"{node.name}{given}{[number(v) for v in node.outputs]}")
+        return "\n".join((*steps, str(number(output)), *tensors))
 
     def _endings(self, node: Node) -> list[int]:
         """Values as large as the statistic's source that are reached from it through a few elementwise operators.

@@ -94,12 +94,12 @@ class _Placer:
         self.streams = streams
         self.seats: dict[int, NormPlacement] = {}  # by dataflow, before norms around convolutions are renamed
         self._conv_branch: dict[int, bool] = {}
-        self._linked: set[int] = set()  # what both a branch and its projection shortcut read
+        self._linked: dict[int, Add] = {}  # what both a branch and its projection shortcut read
         for add in streams.adds.values():
             for link in flow.chain(add.link) if add.projected and add.link is not None else ():
                 if link in streams.adds:
                     break
-                self._linked.add(link)
+                self._linked.setdefault(link, add)
         self._inside: set[int] = set().union(*(add.interior for add in streams.adds.values()))
         self.around: dict[int, list[Add]] = {}
         for add in streams.adds.values():
@@ -439,7 +439,7 @@ class _Placer:
         spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
         if self._has_batch_statistics(vertex) and (fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes)):
             return True
-        around = self.around.get(vertex, [])
+        around = [*self.around.get(vertex, []), *([self._linked[vertex]] if vertex in self._linked else [])]
         if around:
             return all(self._on_grid(add) for add in around)
         data = flow.data[vertex]
