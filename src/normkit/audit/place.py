@@ -390,6 +390,8 @@ class _Placer:
     def _meets_norm(self, vertex: int, mix: int, value: int) -> bool:
         """Whether a product is of one normalized activation with another (queries and keys of a linear attention)."""
         flow = self.flow
+        if flow.root[value] != vertex:
+            return False
         for other in flow.actives(mix):
             root = flow.root[other]
             if other == value or root == vertex or root not in flow.norms:
