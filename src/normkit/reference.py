@@ -69,7 +69,7 @@ def normalize(
         x: the input, float16, bfloat16, float32 or float64; any layout, kept.
         spec: what to compute.
         weight: stored gain: features, ``[..., heads, features]`` for ``per_head``, ``[]`` or ``[1]`` for ``scalar``.
-        bias: same shape as the features.
+        bias: same shape as the features; with a gain ``per_head`` it may have the gain's.
         gate: same shape as ``x``, required exactly when ``spec.gate`` is set.
         mask: x's shape without the channel dim, True (or 1) at valid positions. Batch, instance and group only:
             other positions do not count, and their output is zero.
@@ -433,7 +433,8 @@ def _check(
             raise ValueError(f"{name} is {'missing' if wanted else 'given'}, but the spec has has_{name}={wanted}")
     if weight is not None:
         _check_weight(weight, spec, shape, x)
-    if bias is not None and tuple(bias.shape) != shape:
+    like_weight = spec.weight_shape == "per_head" and bias is not None and weight is not None
+    if bias is not None and tuple(bias.shape) != shape and not (like_weight and bias.shape == weight.shape):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; x of shape {tuple(x.shape)} needs {shape}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.device != x.device:

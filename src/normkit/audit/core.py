@@ -41,8 +41,11 @@ def audit(
         An `Audit`; ``to_dict()`` is its published JSON form.
 
     Raises:
-        AuditError: the model's forward raised before it reached its first norm.
+        AuditError: the model's forward raised, or holds parameters that are not initialized yet.
     """
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
     progress("running the model")
     recorded = trace(model, example_args, example_kwargs)
     occurrences = find_norms(recorded, progress)

@@ -353,7 +353,8 @@ def _fits(layout: Layout, shape: tuple[int, ...], gains: list[Use], biases: list
     for use in gains:
         if use.dims and use.dims != wanted and not (per_head and use.dims[-1] == n - 1):
             return False
-    return all(u.dims == wanted for u in biases)
+    over_heads = [u.dims for u in gains] if per_head else []
+    return all(u.dims == wanted or u.dims in over_heads for u in biases)
 
 
 def _shared_spec(

@@ -37,7 +37,7 @@ class Binding:
             value = use.slot.base.to(dtype)
             if argument == "weight" and spec.weight_shape == "scalar":
                 given[argument] = value.reshape(1)
-            elif argument == "weight" and spec.weight_shape == "per_head":
+            elif spec.weight_shape == "per_head" and use.dims == self.uses["weight"].dims:
                 first, last = use.dims[0], self.rank - 1
                 given[argument] = value.reshape(self._sizes(use, range(first, last + 1)))
             else:

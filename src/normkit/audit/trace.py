@@ -36,6 +36,7 @@ from normkit.audit.graph import (
     written_arguments,
 )
 from normkit.audit.meta import run_on_meta
+from normkit.audit.probe import restored
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -77,6 +78,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     recorder = _Recorder(model)
     kwargs = dict(kwargs or {})
     with contextlib.ExitStack() as stack:
+        stack.enter_context(restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(_no_fast_path())
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
@@ -110,16 +112,25 @@ def _no_fast_path() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def _same_attributes(model: nn.Module) -> Generator[None, None, None]:
-    """Buffers and parameters that the forward rebinds are bound back (in-place writes: `_Recorder.restore`)."""
-    registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._buffers)]  # type: ignore[misc]
-    kept = [(registry, dict(registry)) for registry in registries]
+    """What the forward rebinds, adds or appends to is as before (in-place writes of tensors: `_Recorder.restore`)."""
+    owners = [vars(m) for m in model.modules()]
+    kept = [(o, dict(o)) for o in owners]
+    holders = {id(v): v for o in owners for v in o.values() if isinstance(v, dict | list | set)}
+    contents = [(holder, holder.copy()) for holder in holders.values()]
     try:
         yield
     finally:
-        for registry, before in kept:
-            if registry.keys() != before.keys() or any(registry[name] is not before[name] for name in before):
-                registry.clear()
-                registry.update(before)
+        for holder, before in (*kept, *contents):
+            if not _same(holder, before):
+                holder.clear()
+                holder.extend(before) if isinstance(holder, list) else holder.update(before)
+
+
+def _same(holder: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that it held before."""
+    if isinstance(holder, dict):
+        return holder.keys() == before.keys() and all(holder[k] is before[k] for k in before)
+    return len(holder) == len(before) and all(a is b for a, b in zip(holder, before, strict=True))
 
 
 class _Recorder(TorchDispatchMode):
@@ -140,6 +151,10 @@ class _Recorder(TorchDispatchMode):
             self._leaf(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
             self._leaf(buffer, "buffer", name)
+        for name, module in model.named_modules():
+            for key, tensor in vars(module).items():
+                if isinstance(tensor, Tensor):
+                    self._leaf(tensor, "buffer", f"{name}.{key}".lstrip("."))
 
     # ---- values ----
 
