@@ -18,6 +18,7 @@ from normkit.audit.find_operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT
 from normkit.audit.graph import BATCH_MODE, ModuleCall, Node, Ref, ReplayError, TensorInfo, Trace, Value, holds_running_statistics
 from normkit.audit.identify import Identification, identify
 from normkit.audit.place import NormCall
+from normkit.audit.probe import has_values
 
 WEIGHT_NORMALIZATION = Identification(
     kind="other", spec=None, reason="weight normalization: it normalizes a weight, not activations"
@@ -86,7 +87,7 @@ class Replay(nn.Module):
 
     def _hold(self, value: Value, leaf: Tensor) -> None:
         key = f"t{len(self.names)}"
-        own = leaf.detach() if type(leaf) in (Tensor, nn.Parameter, nn.Buffer) else torch.empty_like(leaf, device="meta")
+        own = leaf.detach() if has_values(leaf) else torch.empty(value.shape, dtype=value.dtype, device="meta")
         if value.origin == "parameter":
             self.register_parameter(key, nn.Parameter(own, requires_grad=False))
         else:
