@@ -439,9 +439,10 @@ class _Placer:
             batch = self._has_batch_statistics(vertex)
             return batch and seat != "qk" and self._fed_by_convolution(vertex)
         fed = self._fed_by_convolution(vertex)
-        spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
-        if self._has_batch_statistics(vertex) and (fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes)):
-            return True
+        if self._has_batch_statistics(vertex):
+            spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
+            if fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes):
+                return True
         around = [*self.around.get(vertex, []), *([self._linked[vertex]] if vertex in self._linked else [])]
         if around:
             return all(self._on_grid(add) for add in around)
