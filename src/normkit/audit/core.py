@@ -43,7 +43,8 @@ def audit(
     Raises:
         AuditError: the model's forward raised, or holds parameters that are not initialized yet.
     """
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(tensor)]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
     progress("running the model")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from normkit.audit.find_inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence
+from normkit.audit.find_inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
 from normkit.audit.find_operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
 from normkit.audit.graph import ModuleCall, Opaque, TensorInfo, Trace
 from normkit.audit.identify import Identification, identify
@@ -65,8 +65,9 @@ def _module_norms(
         if identification.spec is None and identification is not WEIGHT_NORMALIZATION:
             whole = [match for c in calls if (match := finder.whole(c, leads)) is not None]
             if whole and whole[0].identification is not WEIGHT_NORMALIZATION:
-                found = whole[0].identification
-                identification = replace(found, reason=f"{found.reason} What it gives passes on through more operators.")
+                prefix = f"{call.name}." if call.name else ""
+                found = renamed(whole[0].identification, lambda name, lead=prefix: name.removeprefix(lead))
+                identification = replace(found, reason=f"{found.reason} More operators follow inside.")
                 norm_calls = [match.call for match in whole]
         if identification.kind == "none":
             continue

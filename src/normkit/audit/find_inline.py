@@ -6,7 +6,7 @@ trace, with the parameters that it reads as tensors of its own, is then probed l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from normkit.audit.find_operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
-from normkit.audit.graph import BATCH_MODE, ModuleCall, Node, Ref, ReplayError, TensorInfo, Trace, Value, holds_running_statistics
+from normkit.audit.graph import (
+    BATCH_MODE,
+    ModuleCall,
+    Node,
+    Ref,
+    ReplayError,
+    TensorInfo,
+    Trace,
+    Value,
+    holds_running_statistics,
+)
 from normkit.audit.identify import Identification, identify
 from normkit.audit.place import NormCall
+from normkit.audit.probe import has_values
 
 WEIGHT_NORMALIZATION = Identification(
     kind="other", spec=None, reason="weight normalization: it normalizes a weight, not activations"
@@ -86,7 +97,7 @@ class Replay(nn.Module):
 
     def _hold(self, value: Value, leaf: Tensor) -> None:
         key = f"t{len(self.names)}"
-        own = leaf.detach() if type(leaf) in (Tensor, nn.Parameter, nn.Buffer) else torch.empty_like(leaf, device="meta")
+        own = leaf.detach() if has_values(leaf) else torch.empty(value.shape, dtype=value.dtype, device="meta")
         if value.origin == "parameter":
             self.register_parameter(key, nn.Parameter(own, requires_grad=False))
         else:
@@ -101,6 +112,21 @@ class Replay(nn.Module):
             raise ReplayError("an operator of the slice holds the shape that it was recorded with")
         feeds = {source: x} | {value: getattr(self, key) for key, value in self._values.items()}
         return self._shared.trace.replay(nodes, feeds, training=self.training)[output]
+
+
+def renamed(found: Identification, name: Callable[[str], str | None]) -> Identification:
+    """With other names for the tensors that have a part in the norm."""
+
+    def other(old: str | None) -> str | None:
+        return None if old is None else name(old)
+
+    return replace(
+        found,
+        weight=other(found.weight),
+        bias=other(found.bias),
+        running_mean=other(found.running_mean),
+        running_var=other(found.running_var),
+    )
 
 
 def _in_training(trace: Trace, nodes: Sequence[int]) -> bool:
@@ -239,9 +265,7 @@ class InlineNorms:
         if found.spec is None or found.kind == "none":
             return None
         if self.depends_on_input(source):
-            roles = ("weight", "bias", "running_mean", "running_var")
-            named = {role: replay.names.get(getattr(found, role) or "") for role in roles}
-            found = replace(found, **named)
+            found = renamed(found, lambda name: replay.names.get(name))
         else:
             found = WEIGHT_NORMALIZATION
         return Match(found, NormCall((source,), output, frozenset(nodes)), source)

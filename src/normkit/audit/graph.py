@@ -228,7 +228,7 @@ def _given(args: list[Any], kwargs: dict[str, Any], place: int | str) -> bool:
 
 _BATCH_NORMS = frozenset(["native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"])
 BATCH_MODE = 5
-"""The argument of a batch norm that says whether the batch's statistics are used; the two before are the stored ones."""
+"""The argument of a batch norm that says whether the batch's statistics are used; two stored ones come before it."""
 
 
 def holds_running_statistics(node: Node) -> bool:

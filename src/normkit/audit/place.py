@@ -242,7 +242,7 @@ class _Placer:
 
     def _rejoins(self, vertex: int, last: Add) -> bool:
         """Whether what is computed from a norm comes back to the stream that it reads (a router, a correction)."""
-        flow, origin = self.flow, self.streams.origin
+        flow = self.flow
         if vertex not in self.streams.reaches:
             return False
         todo, seen = [flow.norms[vertex][1].output], set()
@@ -252,7 +252,8 @@ class _Placer:
                     continue
                 seen.add(user)
                 add = self.streams.adds.get(user)
-                if add is not None and origin[user] == origin[last.node] and last.node not in add.interior:
+                continues = add is not None and add.link is not None and flow.is_behind(last.node, add.link)
+                if add is not None and continues and last.node not in add.interior:
                     return True
                 todo.extend(flow.trace.nodes[user].outputs)
         return False
@@ -438,9 +439,10 @@ class _Placer:
             batch = self._has_batch_statistics(vertex)
             return batch and seat != "qk" and self._fed_by_convolution(vertex)
         fed = self._fed_by_convolution(vertex)
-        spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
-        if self._has_batch_statistics(vertex) and (fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes)):
-            return True
+        if self._has_batch_statistics(vertex):
+            spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
+            if fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes):
+                return True
         around = [*self.around.get(vertex, []), *([self._linked[vertex]] if vertex in self._linked else [])]
         if around:
             return all(self._on_grid(add) for add in around)

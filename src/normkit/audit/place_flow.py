@@ -339,7 +339,7 @@ class Flow:
             tries = [(first, other) for other in others]
         found: Add | None = None
         for identity, branch in tries:
-            if self._is_behind(self.root[branch], self.root[identity]):
+            if self.is_behind(self.root[branch], self.root[identity]):
                 continue  # a pooling minus what it pools
             source = self._source(self.root[identity], branch, 1)
             if source is not None and (found is None or source > found.source):
@@ -349,7 +349,7 @@ class Flow:
         if found is not None:
             self.adds[index] = found
 
-    def _is_behind(self, vertex: int, later: int) -> bool:
+    def is_behind(self, vertex: int, later: int) -> bool:
         """Whether a vertex is an earlier point of the stream that ends at another one."""
         for link in self.chain(later):
             if link <= vertex:

@@ -132,7 +132,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Literal["parame
 def has_values(tensor: Tensor) -> bool:
     """Whether numbers can be read from it: not on the meta device, and no fake or sharded subclass."""
     plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, nn.Parameter | nn.Buffer)
-    return plain and not tensor.is_meta and tensor.layout is torch.strided
+    wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # a sharded parameter is both
+    return plain and not wrapped and not tensor.is_meta and tensor.layout is torch.strided
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     kwargs = dict(kwargs or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored())
+        stack.enter_context(torch.inference_mode(False))  # it hides what composite operators are made of
         stack.enter_context(torch.no_grad())
         stack.enter_context(_no_fast_path())
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
@@ -90,7 +91,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
             with recorder, torch.compiler.set_stance("force_eager"):
                 output = model(*args, **kwargs)
             recorder.trace.outputs = recorder.lookup_all(output)
-        except Exception as error:  # the partial trace is the result; the caller decides
+        except (Exception, SystemExit) as error:  # the partial trace is the result; the caller decides
             recorder.trace.error = error
     recorder.close()
     return recorder.trace
