@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.functional.other import blank
-from normkit.functional.renorm import batch_renorm
+from normkit.functional.renorm import batch_renorm, normalize_by
 from normkit.nn._shared import Device, count, empty, fill, move, number, recomputing
 from normkit.reference import normalize, statistics
 from normkit.spec import NormSpec
@@ -169,17 +169,9 @@ class BatchRenorm(_Batch):
         """Normalize; in training, move the running statistics."""
         self._check(input)
         if not self.training:
-            spec = self.spec.replace(eps=0.0)  # running_std has eps inside
-            wide = torch.promote_types(input.dtype, torch.float32)
-            return normalize(
-                input,
-                spec,
-                self.weight,
-                self.bias,
-                mask=mask,
-                running_mean=self.running_mean,
-                running_var=self.running_std.to(torch.promote_types(self.running_std.dtype, wide)).square(),
-            )
+            channel = self.spec.channel_dim
+            mean, std = self.running_mean, self.running_std  # which has eps inside
+            return normalize_by(input, mean, std, self.weight, self.bias, channel, mask)  # type: ignore[arg-type]
         repeated = recomputing()
         if not repeated:
             with torch.no_grad():
