@@ -19,7 +19,9 @@ def check_floating(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__} {value!r}")
     if value.dtype not in FLOATS:
         wanted = "float16, bfloat16, float32 or float64" if value.is_floating_point() else "floating point"
-        raise TypeError(f"{name} must be {wanted}; got {value.dtype}. Convert it first, for example with {name}.float().")
+        raise TypeError(
+            f"{name} must be {wanted}; got {value.dtype}. Convert it first, for example with {name}.float()."
+        )
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

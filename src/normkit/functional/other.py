@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from normkit.checks import check_floating, check_mask, check_same_device
 from normkit.functional.core import norm
 from normkit.spec import L2_NORMALIZE, SCALE_NORM, NormSpec, check_eps
 
@@ -227,7 +228,11 @@ def filter_response_norm(
     if learned_eps is None:
         y = norm(z, spec, mask=mask)
     else:
-        extra = learned_eps if learned_eps.numel() == 1 else per_feature("learned_eps", learned_eps, z, 1)
+        extra = (
+            _scalar("learned_eps", learned_eps, z)
+            if learned_eps.numel() == 1
+            else per_feature("learned_eps", learned_eps, z, 1)
+        )
         dims = list(range(2, z.dim()))
         valid = torch.ones_like(z[:, :1]) if mask is None else mask.bool().unsqueeze(1).to(z.dtype)
         root = _length(z, dims) / valid.sum(dims, keepdim=True).clamp_min(1).sqrt()
@@ -324,15 +329,13 @@ def blank(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
     if mask is None:
         return x
     channel = _channel(x, channel_dim)
-    wanted = tuple(n for d, n in enumerate(x.shape) if d != channel)
-    if tuple(mask.shape) != wanted:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; x of shape {tuple(x.shape)} needs {wanted}")
+    check_mask(mask, x, channel)
     return torch.where(mask.bool().unsqueeze(channel), x, 0)
 
 
 def upcast(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
+    """x in float32 at least."""
+    check_floating("x", x)
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -351,6 +354,7 @@ def _channel(x: Tensor, channel_dim: int) -> int:
 
 
 def _needs_space(x: Tensor) -> None:
+    check_floating("x", x)
     if x.dim() < 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; it needs a batch, a channel and at least one space dim")
 
@@ -358,6 +362,7 @@ def _needs_space(x: Tensor) -> None:
 def per_feature(name: str, parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     """A parameter in x's dtype, shaped to broadcast over x: trailing dims, or dim 1."""
     channel = _channel(x, channel_dim)
+    check_floating(name, parameter)
     n = parameter.dim()
     wanted: Sequence[int] = x.shape[max(x.dim() - n, 0) :] if channel_dim == -1 else (x.shape[1],)
     if n == 0 or tuple(parameter.shape) != tuple(wanted):
@@ -365,21 +370,23 @@ def per_feature(name: str, parameter: Tensor, x: Tensor, channel_dim: int) -> Te
             f"{name} has shape {tuple(parameter.shape)}; x of shape {tuple(x.shape)} with channel_dim={channel_dim} "
             f"needs {tuple(wanted) if n else (x.shape[channel],)}"
         )
-    _same_device(name, parameter, x)
+    check_same_device(name, parameter, x)
     if channel_dim == 1 and x.dim() > 2:
         parameter = parameter.reshape(-1, *[1] * (x.dim() - 2))
     return parameter.to(x.dtype)
 
 
 def _scalar(name: str, parameter: Tensor, x: Tensor) -> Tensor:
+    check_floating(name, parameter)
     if parameter.numel() != 1 or parameter.dim() > 1:
         raise ValueError(f"{name} must be one number, of shape () or (1,); got shape {tuple(parameter.shape)}")
-    _same_device(name, parameter, x)
+    check_same_device(name, parameter, x)
     return parameter.reshape(()).to(x.dtype)
 
 
 def per_sample(name: str, value: Tensor, x: Tensor) -> Tensor:
     """Shape ``(B, C)`` (or more leading dims) to broadcast against ``(B, ..., C)``."""
+    check_floating(name, value)
     lead = value.dim() - 1
     fits = 1 <= value.dim() <= x.dim() and value.shape[-1] == x.shape[-1]
     fits = fits and all(v in (1, n) for v, n in zip(value.shape[:lead], x.shape[:-1], strict=False))
@@ -388,13 +395,8 @@ def per_sample(name: str, value: Tensor, x: Tensor) -> Tensor:
             f"{name} has shape {tuple(value.shape)}; x of shape {tuple(x.shape)} needs its leading dims, then "
             f"{x.shape[-1] if x.dim() else 'features'}: for example {(*x.shape[:1], *x.shape[-1:])}"
         )
-    _same_device(name, value, x)
+    check_same_device(name, value, x)
     return value.to(x.dtype).reshape(*value.shape[:lead], *[1] * (x.dim() - value.dim()), value.shape[-1])
-
-
-def _same_device(name: str, parameter: Tensor, x: Tensor) -> None:
-    if parameter.device != x.device:
-        raise ValueError(f"{name} is on {parameter.device} but x is on {x.device}; move one of them")
 
 
 def _length(x: Tensor, dims: list[int]) -> Tensor:

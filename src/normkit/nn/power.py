@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating, check_same_device
 from normkit.functional import norm
 from normkit.functional.other import blank, upcast
 from normkit.functional.renorm import batch_deviation, normalize_by, power_norm, stabilized
@@ -117,6 +118,8 @@ class PowerNorm(nn.Module):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize; in training, move the running quadratic mean."""
         channel = self.spec.channel_dim
+        check_floating("input", input)
+        check_same_device("running_rms", self.running_rms, input)
         if input.dim() < 2 or input.shape[channel] != self.num_features:  # type: ignore[index]
             raise ValueError(
                 f"dim {channel} of input must be num_features={self.num_features}; got {tuple(input.shape)}"
