@@ -51,6 +51,8 @@ def norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Apply any NormSpec, optionally to a residual sum.
 
+    ``y = (x - c) / sqrt(s + eps) * (weight_offset + weight) + bias``, with the mean c and the spread s of the spec.
+
     Args:
         x: the input.
         spec: what to compute; see `normkit.NormSpec` for formula and shapes.
@@ -67,6 +69,8 @@ def norm(
 
     Raises:
         TypeError, ValueError: as `normkit.reference.normalize`, and where ``residual`` or ``out`` does not fit.
+
+    torch has no one function for all of them; `layer_norm`, `rms_norm`, ... have torch's arguments.
     """
     check_tensors(x=x, weight=weight, bias=bias)
     stream = None

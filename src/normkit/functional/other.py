@@ -51,6 +51,8 @@ def dynamic_tanh(
     Raises:
         TypeError: integer input.
         ValueError: a parameter whose shape or device does not fit.
+
+    torch.nn.functional has no such function; it stands where a norm did and computes no statistic.
     """
     z = upcast(x)
     y = torch.tanh(_scalar("alpha", alpha, z) * z)
@@ -82,6 +84,8 @@ def derf(
     Raises:
         TypeError: integer input.
         ValueError: a parameter whose shape or device does not fit.
+
+    torch.nn.functional has no such function; it stands where a norm did and computes no statistic.
     """
     z = upcast(x)
     y = torch.erf(_scalar("alpha", alpha, z) * z + _scalar("shift", shift, z))
@@ -102,6 +106,8 @@ def layer_scale(x: Tensor, weight: Tensor, *, channel_dim: int = -1) -> Tensor:
     Raises:
         TypeError: integer input.
         ValueError: a weight whose shape or device does not fit.
+
+    torch.nn.functional has no such function; ``x * weight`` would have the wider of the two dtypes.
     """
     return _affine(upcast(x), weight, None, channel_dim).to(x.dtype)
 
@@ -120,6 +126,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     Raises:
         TypeError: integer input.
         ValueError: shift or scale that does not fit x.
+
+    torch.nn.functional has no such function.
     """
     z = upcast(x)
     return (z * (1 + per_sample("scale", scale, z)) + per_sample("shift", shift, z)).to(x.dtype)
@@ -166,6 +174,8 @@ def scale_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5, ch
 
     Raises:
         TypeError, ValueError: as `normkit.functional.norm`.
+
+    Differs from `torch.nn.functional.normalize`: the gain, and the length is formed in float32 for half precision.
     """
     return norm(x, scale_spec(eps, weight is not None, channel_dim), weight)
 
@@ -187,6 +197,8 @@ def pixel_norm(x: Tensor, *, eps: float = 1e-8) -> Tensor:
 
     Raises:
         TypeError, ValueError: as `normkit.functional.norm`.
+
+    Differs from `torch.nn.functional.rms_norm`: over the channels of ``(N, C, ...)``, without a gain.
     """
     return norm(x, PIXEL_NORM.replace(eps=eps))
 
@@ -220,6 +232,8 @@ def filter_response_norm(
     Raises:
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit.
+
+    Differs from `torch.nn.functional.instance_norm`: the mean is not removed, and the threshold is part of it.
     """
     check_eps(eps)
     _needs_space(x)
@@ -263,6 +277,8 @@ def global_response_norm(
     Raises:
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit.
+
+    torch.nn.functional has no such function.
     """
     check_eps(eps)
     _needs_space(x)
@@ -304,6 +320,8 @@ def seed_norm(
     Raises:
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit, or heads that do not divide the features.
+
+    Differs from `torch.nn.functional.rms_norm`: the gain depends on the input.
     """
     z = upcast(x)
     normalized = norm(z, NormSpec(centered=False, eps=eps, has_weight=False))

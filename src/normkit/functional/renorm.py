@@ -51,6 +51,8 @@ def batch_renorm(
 
     Raises:
         TypeError, ValueError: as `normkit.functional.norm`.
+
+    Differs from `torch.nn.functional.batch_norm`: the correction, and nothing is changed in place.
     """
     plain = NormSpec(axes="batch", channel_dim=spec.channel_dim, eps=spec.eps, has_weight=False)
     assert isinstance(plain.channel_dim, int)

@@ -42,7 +42,10 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     Differs from `torch.nn.BatchNorm2d` and its siblings: the keyword-only arguments and ``mask`` are new; an empty
     batch does not count; activation checkpointing does not count a batch twice; see `normkit.functional.batch_norm` for
-    the numbers. Same state_dict. It is a subclass of torch's, so that tools that look for batch norms find it.
+    the numbers. Same state_dict. It is a subclass of torch's, so that tools that look for batch norms find it. As in
+    torch, a variance beyond its buffer's dtype (values past 1e19 in float32) makes ``running_var`` infinite, and under
+    `torch.func` transforms training needs ``functional_call`` with the buffers, or
+    `normkit.functional.batch_norm_functional`.
     """
 
     _ranks: tuple[int, ...] = ()

@@ -19,6 +19,8 @@ from normkit.spec import NormSpec
 class Norm(nn.Module):
     """Any NormSpec as a module; `build` is its constructor by another name.
 
+    ``y = (x - c) / sqrt(s + eps) * (weight_offset + weight) + bias``, with the mean c and the spread s of the spec.
+
     Args:
         spec: what to compute.
         features: the number of features or channels, or the trailing feature dims.
@@ -30,7 +32,10 @@ class Norm(nn.Module):
         as the spec's ``channel_dim`` says, kept.
 
     Raises:
-        ValueError: features that do not fit the spec.
+        ValueError, TypeError: features that do not fit the spec, or an argument of another type.
+
+    Differs from `torch.nn`, which has a module for each kind: parameters and buffers have torch's names, so that a
+    BatchNorm's state_dict loads into ``build(TORCH_BATCH, C)``.
     """
 
     weight: nn.Parameter | None

@@ -339,24 +339,72 @@ class _Sequence(nn.Module):
 
 
 class LayerNormGRU(_Sequence):
-    """`LayerNormGRUCell` over a sequence: `torch.nn.GRU`'s constructor, call and result, without packed sequences."""
+    """`LayerNormGRUCell` over a sequence, in layers and directions: ``h_t = cell(x_t, h_(t-1))``.
+
+    Args:
+        input_size: I.
+        hidden_size: H.
+        num_layers: how many layers; each reads the outputs of the one before.
+        bias: whether the norms have biases.
+        batch_first: True for ``(B, T, I)``.
+        dropout: between layers, in training.
+        bidirectional: whether every layer also runs backwards; L is ``num_layers``, or twice that.
+        device: where the parameters live.
+        dtype: their dtype.
+        eps: of every norm.
+        per_gate: True gives every gate a statistic of its own.
+
+    Shape:
+        input ``(T, B, I)`` or ``(T, I)``; hx ``(L, B, H)`` or ``(L, H)`` (zeros if None). Returns the outputs
+        ``(T, B, H)`` (or ``2 H``) and the last states, of hx's shape.
+
+    Raises:
+        ValueError, TypeError: an argument outside its domain, or inputs that do not fit.
+
+    Differs from `torch.nn.GRU`, whose constructor, call and result it has: the cells (`LayerNormGRUCell`, under
+    ``cells``), and it takes no packed sequences.
+    """
 
     _cell = LayerNormGRUCell
 
 
 class RMSNormGRU(_Sequence):
-    """`RMSNormGRUCell` over a sequence: `torch.nn.GRU`'s constructor, call and result, without packed sequences."""
+    """`LayerNormGRU` with `RMSNormGRUCell` (arXiv:1910.07467) in place of `LayerNormGRUCell`; all else equal."""
 
     _cell = RMSNormGRUCell
 
 
 class LayerNormLSTM(_Sequence):
-    """`LayerNormLSTMCell` over a sequence: `torch.nn.LSTM`'s constructor, call and result, without packed sequences."""
+    """`LayerNormLSTMCell` over a sequence, in layers and directions: ``h_t = cell(x_t, h_(t-1))``.
+
+    Args:
+        input_size: I.
+        hidden_size: H.
+        num_layers: how many layers; each reads the outputs of the one before.
+        bias: whether the norms have biases.
+        batch_first: True for ``(B, T, I)``.
+        dropout: between layers, in training.
+        bidirectional: whether every layer also runs backwards; L is ``num_layers``, or twice that.
+        device: where the parameters live.
+        dtype: their dtype.
+        eps: of every norm.
+        per_gate: True gives every gate a statistic of its own.
+
+    Shape:
+        input ``(T, B, I)`` or ``(T, I)``; hx a pair of ``(L, B, H)`` or ``(L, H)`` (zeros if None). Returns the outputs
+        ``(T, B, H)`` (or ``2 H``) and the last states, of hx's shape.
+
+    Raises:
+        ValueError, TypeError: an argument outside its domain, or inputs that do not fit.
+
+    Differs from `torch.nn.LSTM`, whose constructor, call and result it has: the cells (`LayerNormLSTMCell`, under
+    ``cells``), and it takes no packed sequences.
+    """
 
     _cell = LayerNormLSTMCell
 
 
 class RMSNormLSTM(_Sequence):
-    """`RMSNormLSTMCell` over a sequence: `torch.nn.LSTM`'s constructor, call and result, without packed sequences."""
+    """`LayerNormLSTM` with `RMSNormLSTMCell` (arXiv:1910.07467) in place of `LayerNormLSTMCell`; all else equal."""
 
     _cell = RMSNormLSTMCell

@@ -18,7 +18,7 @@ from normkit.spec import NormSpec
 
 @dataclass(frozen=True)
 class Ramp:
-    """A value that moves in a straight line from ``start`` to ``stop`` between two training steps."""
+    """A value that moves in a straight line from ``start`` to ``stop`` between the steps ``first`` and ``last``."""
 
     start: float
     stop: float
