@@ -197,10 +197,19 @@ def test_bfloat16_weight_gradients_over_many_rows(rows, rounding):
 
 
 def test_row_norm_of_the_same_row_in_any_batch():
-    """One row alone and among 256 (see also the catalog's suite)."""
-    x = torch.randn(256, 64)
-    for norm in (lambda t: F.layer_norm(t, 64), lambda t: F.rms_norm(t, 64)):
-        torch.testing.assert_close(norm(x)[7:8], norm(x[7:8]), rtol=1e-6, atol=1e-6)
+    """One row alone and among 256: the same bits, forward and backward (all norms: the catalog's suite)."""
+    for width in (5, 64, 1000):
+        for dtype in (F32, BF16):
+            x, g = torch.randn(2, 256, width).to(dtype).unbind()
+            x.requires_grad_()
+            for norm in (lambda t, n=width: F.layer_norm(t, n), lambda t, n=width: F.rms_norm(t, n)):
+                y = norm(x)
+                (dx,) = torch.autograd.grad(y, x, g)
+                for row in (0, 7, 255):
+                    part = slice(row, row + 1)
+                    alone = norm(x[part])
+                    assert torch.equal(alone, y[part])
+                    assert torch.equal(torch.autograd.grad(alone, x, g[part])[0][part], dx[part])
 
 
 def test_the_layout_is_kept():

@@ -80,7 +80,9 @@ def command(
             try:
                 result.to_json(json)
             except OSError as error:
-                messages.print(f"normkit audit: cannot write {json}: {error}", style="red", markup=False, soft_wrap=True)
+                messages.print(
+                    f"normkit audit: cannot write {json}: {error}", style="red", markup=False, soft_wrap=True
+                )
                 raise typer.Exit(USAGE) from None
     raise typer.Exit(_exit_code(result, fail_on))
 
