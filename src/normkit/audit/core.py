@@ -10,11 +10,11 @@ from torch import nn
 
 from normkit.audit import rules
 from normkit.audit.find import Occurrence, find_norms, weight_place
-from normkit.audit.graph import Trace
 from normkit.audit.identify import Identification
 from normkit.audit.place import Branch, NormSite, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
 from normkit.audit.trace import trace
+from normkit.audit.trace.graph import Trace
 
 ROLES = ("weight", "bias", "running_mean", "running_var")
 

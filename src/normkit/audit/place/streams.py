@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from normkit.audit.place_flow import Add, Flow, Role
+from normkit.audit.place.flow import Add, Flow, Role
 
 
 class Streams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from normkit.audit.graph import Node
+from normkit.audit.trace.graph import Node
 
 # Operators by what they are to a norm. Packet names, so that overloads and in-place forms are one entry.
 FUSED = frozenset(

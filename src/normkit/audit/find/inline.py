@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from normkit.audit.find_operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
-from normkit.audit.graph import (
+from normkit.audit.find.operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
+from normkit.audit.identify import Identification, identify
+from normkit.audit.identify.probe import has_values
+from normkit.audit.place import NormCall
+from normkit.audit.trace.graph import (
     BATCH_MODE,
     ModuleCall,
     Node,
@@ -26,9 +29,6 @@ from normkit.audit.graph import (
     Value,
     holds_running_statistics,
 )
-from normkit.audit.identify import Identification, identify
-from normkit.audit.place import NormCall
-from normkit.audit.probe import has_values
 
 WEIGHT_NORMALIZATION = Identification(
     kind="other", spec=None, reason="weight normalization: it normalizes a weight, not activations"

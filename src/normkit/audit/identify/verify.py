@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from normkit.audit.measure_parameters import Use, all_finite
-from normkit.audit.measure_statistic import crossing_scale
-from normkit.audit.probe import LARGE, NotANorm, Probe
+from normkit.audit.identify.parameters import Use, all_finite
+from normkit.audit.identify.probe import LARGE, NotANorm, Probe
+from normkit.audit.identify.statistic import crossing_scale
 from normkit.reference import normalize
 from normkit.spec import NormSpec
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from normkit.audit.graph import Ref
-from normkit.audit.place_flow import Add, Flow, Role
-from normkit.audit.place_stream import Streams
+from normkit.audit.place.flow import Add, Flow, Role
+from normkit.audit.place.streams import Streams
+from normkit.audit.trace.graph import Ref
 
 
 @dataclass(frozen=True, slots=True)

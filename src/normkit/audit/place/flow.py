@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from normkit.audit.graph import Node, Ref, Trace
+from normkit.audit.trace.graph import Node, Ref, Trace
 
 
 class Role(Enum):

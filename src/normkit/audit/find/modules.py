@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from normkit.audit.find_inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
-from normkit.audit.find_operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
-from normkit.audit.graph import ModuleCall, Opaque, TensorInfo, Trace
+from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
+from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
 from normkit.audit.identify import Identification, identify
 from normkit.audit.place import NormCall
+from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
 from normkit.placement import NormPosition
 
 

@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normkit.audit.graph import (
+from normkit.audit.identify.probe import restored
+from normkit.audit.trace.graph import (
     Failure,
     Guess,
     ModuleCall,
@@ -35,8 +36,7 @@ from normkit.audit.graph import (
     flat_tensors,
     written_arguments,
 )
-from normkit.audit.meta import run_on_meta
-from normkit.audit.probe import restored
+from normkit.audit.trace.meta import run_on_meta
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from normkit.audit.graph import Trace
-from normkit.audit.place_branch import Branch, describe
-from normkit.audit.place_flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
-from normkit.audit.place_stream import Streams
+from normkit.audit.place.branches import Branch, describe
+from normkit.audit.place.flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
+from normkit.audit.place.streams import Streams
+from normkit.audit.trace.graph import Trace
 
 NormPlacement = Literal["pre", "post", "output", "final", "embedding", "qk", "inner", "conv", "head"]
 
