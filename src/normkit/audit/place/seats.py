@@ -242,9 +242,9 @@ class _Placer:
 
     def _rejoins(self, vertex: int, last: Add) -> bool:
         """Whether what is computed from a norm comes back to the stream that it reads (a router, a correction)."""
-        flow = self.flow
         if vertex not in self.streams.reaches:
             return False
+        flow = self.flow
         todo, seen = [flow.norms[vertex][1].output], set()
         while todo:
             for user in flow.consumers.get(todo.pop(), ()):
@@ -252,8 +252,7 @@ class _Placer:
                     continue
                 seen.add(user)
                 add = self.streams.adds.get(user)
-                continues = add is not None and add.link is not None and flow.is_behind(last.node, add.link)
-                if add is not None and continues and last.node not in add.interior:
+                if add is not None and last.node not in add.interior and self.streams.continues(last, add):
                     return True
                 todo.extend(flow.trace.nodes[user].outputs)
         return False
@@ -263,8 +262,10 @@ class _Placer:
         caller = self._caller(vertex)
         if caller < 0 or not ahead.mixes or ahead.others or ahead.branch:
             return False
-        inside = self.flow.trace.calls[caller].nodes
-        return last.node not in inside and all(mix in inside and mix in self._inside for mix, _ in ahead.mixes)
+        nodes = self.flow.trace.calls[caller].nodes
+        fed = {mix for mix, _ in ahead.mixes}
+        met = [mix in self._inside or any(v in self._inside for v, _ in self._ahead(mix).mixes) for mix in fed]
+        return last.node not in nodes and all(met) and all(mix in nodes for mix in fed)
 
     def _norms_behind(self, root: int) -> list[int]:
         found = []

@@ -178,6 +178,16 @@ class Streams:
                 todo.extend(flow.root[value] for value in flow.actives(link))
         return self.adds[max(found)] if found else None
 
+    def continues(self, earlier: Add, later: Add) -> bool:
+        """Whether a block's sum, or a branch that it lies in, comes before another block on one stream."""
+        adds = self.flow.adds
+        for link in self.flow.chain(later.link) if later.link is not None else ():
+            if link < earlier.node:
+                return False
+            if link == earlier.node or (link in adds and earlier.node in adds[link].interior):
+                return True
+        return False
+
     def continued(self) -> set[int]:
         """The origins of streams from whose blocks another stream starts: a stage of a hierarchy, a backbone."""
         flow = self.flow
