@@ -23,6 +23,7 @@ CASES = {
     "layer_channel_dim": (lambda: F.layer_norm(X, 6, channel_dim=2), ValueError, "channel_dim"),
     "layer_channels": (lambda: F.layer_norm(X, 4, channel_dim=1), ValueError, r"\(4,\) must equal dim 1.*\(2, 6, 4\)"),
     "layer_no_tensor": (lambda: F.layer_norm([1.0], 1), TypeError, "input must be a tensor; got list"),
+    "layer_sparse": (lambda: F.layer_norm(ROW.to_sparse(), 6), TypeError, "must be dense; got layout torch.sparse_coo"),
     "layer_eight_bits": (lambda: F.layer_norm(ROW.to(torch.float8_e4m3fn), 6), TypeError, "float16.*float8_e4m3fn"),
     "layer_integer_weight": (lambda: F.layer_norm(ROW, 6, C6.long()), TypeError, "weight must be floating.*int64"),
     "layer_complex_bias": (lambda: F.layer_norm(ROW, 6, C6, C6.cfloat()), TypeError, "bias must be.*complex64"),

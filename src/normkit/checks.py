@@ -17,6 +17,8 @@ def check_floating(name: str, value: object) -> None:
     """A tensor of a dtype that norms are defined for."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__} {value!r}")
+    if value.layout not in (torch.strided, torch.jagged):
+        raise TypeError(f"{name} must be dense; got layout {value.layout}. Convert it first, with {name}.to_dense().")
     if value.dtype not in FLOATS:
         wanted = "float16, bfloat16, float32 or float64" if value.is_floating_point() else "floating point"
         raise TypeError(

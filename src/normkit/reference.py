@@ -362,7 +362,10 @@ def overflow_scale(x: Tensor, spec: NormSpec) -> Tensor | None:
     needed = exponent > bound
     if spec.eps == 0:
         needed = needed | (exponent < -bound) & (largest > 0)
-    shift = torch.where(needed & torch.isfinite(largest), -exponent, 0)
+    furthest = (
+        math.frexp(torch.finfo(x.dtype).max)[1] - 2
+    )  # 2^shift is a normal number; subnormal rows come closer to 1
+    shift = torch.where(needed & torch.isfinite(largest), -exponent, 0).clamp(-furthest, furthest)
     return torch.ldexp(torch.ones_like(largest), shift)
 
 

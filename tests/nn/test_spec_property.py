@@ -111,5 +111,8 @@ def test_without_an_eps_rows_that_are_still_are_zero():
             (grad,) = torch.autograd.grad(y.float().sum(), x)
             assert torch.isfinite(grad).all(), name
     assert torch.equal(F.layer_norm(torch.full((1, 6), 3.0), 6, eps=0.0), torch.zeros(1, 6))
+    for tiny in (1e-44, 1e-38, 3e38):  # subnormal numbers too
+        x = torch.tensor([[3.0, -1.0, 2.0]]) * (tiny / 3)
+        torch.testing.assert_close(F.rms_norm(x, 3, eps=0.0), F.rms_norm(x.double(), 3, eps=0.0).float())
     many = torch.tensor([[0.0, 0.0], [3.0, -3.0]])
     torch.testing.assert_close(F.layer_norm(many, 2, eps=0.0), torch.tensor([[0.0, 0.0], [1.0, -1.0]]))
