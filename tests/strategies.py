@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from normkit.spec import NormSpec
 
+GATES = st.tuples(st.sampled_from(["silu", "sigmoid"]), st.sampled_from(["before", "after"]))
 EPS = st.sampled_from([0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-3, 1e-2])
 
 
@@ -44,7 +45,7 @@ def specs(draw: st.DrawFn, **fixed: Any) -> NormSpec:
         gain_dtype=pick("gain_dtype", st.sampled_from(["float32", "input"])),
         rounding=pick("rounding", st.sampled_from(["before_gain", "after_gain", "none"])),
         output_dtype=pick("output_dtype", st.sampled_from(["input", "promoted", "weight"])),
-        gate=pick("gate", st.none() | st.tuples(st.sampled_from(["silu", "sigmoid"]), st.sampled_from(["before", "after"]))),
+        gate=pick("gate", st.none() | GATES),
         running=pick("running", st.sampled_from([None, 0.1, 0.25, "cumulative"]) if tracked else st.none()),
         frozen=frozen,
     )  # fmt: skip

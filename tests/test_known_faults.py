@@ -7,6 +7,7 @@ import torch
 
 from normkit import functional as F
 from normkit import nn
+from normkit.reference import normalize
 from normkit.spec import GEMMA, LLAMA, NEMOTRON
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -62,9 +63,14 @@ def test_the_order_of_casts_is_told_by_distance_to_both():
     wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     llama, gemma = wide.to(BF16) * w, (wide * w.float()).to(BF16)
     assert 0.15 < (llama != gemma).double().mean() < 0.4
-    assert torch.equal(F.rms_norm(x, 256, w, 1e-6, rounding="before_gain"), llama)
-    assert torch.equal(F.rms_norm(x, 256, w, 1e-6, rounding="after_gain"), gemma)
-    assert torch.equal(F.norm(x, LLAMA, w), llama)
+    for ours, theirs in (
+        (F.rms_norm(x, 256, w, 1e-6, rounding="before_gain"), llama),
+        (F.rms_norm(x, 256, w, 1e-6, rounding="after_gain"), gemma),
+        (F.norm(x, LLAMA, w), llama),
+    ):  # a kernel sums in another order: a value in ten thousand may round to the other side
+        assert (ours != theirs).double().mean() <= 1e-3
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
+    assert torch.equal(normalize(x, LLAMA, w), llama)
 
 
 def test_ones_on_a_centred_gain_double_it_and_meta_initialisation_is_no_nan():
@@ -197,10 +203,19 @@ def test_bfloat16_weight_gradients_over_many_rows(rows, rounding):
 
 
 def test_row_norm_of_the_same_row_in_any_batch():
-    """One row alone and among 256 (see also the catalog's suite)."""
-    x = torch.randn(256, 64)
-    for norm in (lambda t: F.layer_norm(t, 64), lambda t: F.rms_norm(t, 64)):
-        torch.testing.assert_close(norm(x)[7:8], norm(x[7:8]), rtol=1e-6, atol=1e-6)
+    """One row alone and among 256: the same bits, forward and backward (all norms: the catalog's suite)."""
+    for width in (5, 64, 1000):
+        for dtype in (F32, BF16):
+            x, g = torch.randn(2, 256, width).to(dtype).unbind()
+            x.requires_grad_()
+            for norm in (lambda t, n=width: F.layer_norm(t, n), lambda t, n=width: F.rms_norm(t, n)):
+                y = norm(x)
+                (dx,) = torch.autograd.grad(y, x, g)
+                for row in (0, 7, 255):
+                    part = slice(row, row + 1)
+                    alone = norm(x[part])
+                    assert torch.equal(alone, y[part])
+                    assert torch.equal(torch.autograd.grad(alone, x, g[part])[0][part], dx[part])
 
 
 def test_the_layout_is_kept():

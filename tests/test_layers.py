@@ -1,4 +1,4 @@
-"""Imports point downwards only: cli -> lab, bench, audit, convert -> residual, nn -> functional -> ops, reference -> spec."""
+"""Imports point down: cli -> lab, bench, audit, convert -> residual, nn -> functional -> ops, reference -> spec."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / "src" / "normkit"
 RANKS = {
     "spec": 0,
     "placement": 0,
+    "checks": 1,
     "ops": 2,
     "reference": 1,
     "reference_backward": 1,

@@ -251,6 +251,11 @@ def test_empty_inputs() -> None:
     assert normalize(torch.empty(2, 0), S.TORCH_RMS.replace(has_weight=False)).shape == (2, 0)
 
 
+def _ones(n: int) -> list[Tensor]:
+    """A weight and a bias."""
+    return [torch.ones(n)] * 2
+
+
 @pytest.mark.parametrize(
     ("error", "call", "said"),
     [
@@ -258,13 +263,13 @@ def test_empty_inputs() -> None:
         (ValueError, lambda: normalize(torch.ones(2, 3), S.TORCH_RMS), "weight is missing"),
         (ValueError, lambda: normalize(torch.ones(2, 3), S.OLMO, torch.ones(3)), "weight is given"),
         (ValueError, lambda: normalize(torch.ones(2, 3), S.TORCH_RMS, torch.ones(4)), r"\(4,\).*\(3,\)"),
-        (ValueError, lambda: normalize(torch.ones(2, 6, 4), S.TORCH_GROUP.replace(groups=4), *[torch.ones(6)] * 2), "groups=4"),
-        (ValueError, lambda: normalize(torch.ones(3), S.TORCH_GROUP, *[torch.ones(3)] * 2), "at least 2 dims"),
+        (ValueError, lambda: normalize(torch.ones(2, 6, 4), S.TORCH_GROUP.replace(groups=4), *_ones(6)), "groups=4"),
+        (ValueError, lambda: normalize(torch.ones(3), S.TORCH_GROUP, *_ones(3)), "at least 2 dims"),
         (ValueError, lambda: normalize(torch.ones(2, 3), S.MAMBA2_GATED, torch.ones(3)), "gate is missing"),
         (ValueError, lambda: normalize(torch.ones(2, 3), S.OLMO, mask=torch.ones(2)), "mask has no meaning"),
-        (ValueError, lambda: normalize(torch.ones(2, 1), S.ANNOTATED_LAYER, *[torch.ones(1)] * 2), "at least 2 elements"),
+        (ValueError, lambda: normalize(torch.ones(2, 1), S.ANNOTATED_LAYER, *_ones(1)), "at least 2 elements"),
         (ValueError, lambda: normalize(torch.ones(2, 3), S.TORCH_RMS, torch.ones(3, device="meta")), "meta"),
-        (ValueError, lambda: normalize(torch.ones(2, 3, 4), S.TORCH_BATCH, *[torch.ones(3)] * 2,
+        (ValueError, lambda: normalize(torch.ones(2, 3, 4), S.TORCH_BATCH, *_ones(3),
                                        running_mean=torch.ones(3)), "together"),
     ],
 )  # fmt: skip

@@ -35,7 +35,7 @@ def test_canonical_computes_the_same_in_every_dtype(spec: NormSpec) -> None:
         found = normalize(x.to(dtype), canonical, *tensors, gate=moved_gate)
         if spec.eps != 0 or spec.eps_at == canonical.eps_at:
             assert torch.equal(found, wanted)
-        else:  # x * rsqrt(s) against x / sqrt(s): 2 roundings of the compute dtype, a unit in the last place of bfloat16
+        else:  # x * rsqrt(s) against x / sqrt(s): 2 roundings of the compute dtype, a last place of bfloat16
             limit = 1e-14 if dtype == torch.float64 else 2**-7
             torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * 0.01)
 

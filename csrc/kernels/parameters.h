@@ -10,7 +10,9 @@ template <class T>
 inline void convert_parameter_from(const ParameterArgs& c) {
   using A = compute_t<T>;
   const T* from = static_cast<const T*>(c.from);
-  const Vec<A> offset{A(c.offset)};
+  const bool late = c.wide && sizeof(A) != 8 && !c.offset_in_dtype;  // the sum is then formed in double, below
+  const Vec<A> offset{late ? A(0) : A(c.offset)};
+  const double rest = late ? c.offset : 0;
   for_each<A>(c.n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     Vec<A> v = load(from + j, tag) + offset;
     if (c.offset_in_dtype) v = round_to(v, T{});
@@ -19,7 +21,7 @@ inline void convert_parameter_from(const ParameterArgs& c) {
     store(lanes, v, Full{});
     for (int k = 0; k < used_lanes<A>(tag); ++k) {
       if (c.wide)
-        static_cast<double*>(c.to)[j + k] = double(lanes[k]);
+        static_cast<double*>(c.to)[j + k] = double(lanes[k]) + rest;
       else
         static_cast<float*>(c.to)[j + k] = float(lanes[k]);
     }

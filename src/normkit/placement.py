@@ -51,6 +51,10 @@ class Placement:
         zero_roles: the matrices that start at zero.
         final_norm: whether a norm is due after the last block.
         source: the paper.
+
+    Raises:
+        ValueError: a factor that is not finite, a negative one on the identity path or the initialization, an unknown
+            kind or role.
     """
 
     name: str
@@ -71,6 +75,24 @@ class Placement:
     zero_roles: tuple[Role, ...] = ()
     final_norm: bool = False
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a string that is not empty; got {self.name!r}")
+        lowest = {"alpha": " > 0", "init_gain": " >= 0"}
+        for field in ("alpha", "branch_scale", "input_gain", "init_gain"):
+            value = getattr(self, field)
+            low = (field == "alpha" and value <= 0) or (field == "init_gain" and value < 0)
+            if not math.isfinite(value) or low:
+                raise ValueError(f"{field} must be a finite number{lowest.get(field, '')}; got {value!r}")
+        if self.branch_scale_kind not in get_args(BranchScale):
+            choices = ", ".join(map(repr, get_args(BranchScale)))
+            raise ValueError(f"branch_scale_kind must be one of {choices}; got {self.branch_scale_kind!r}")
+        for field in ("init_roles", "zero_roles"):
+            for role in getattr(self, field):
+                if role not in get_args(Role):
+                    choices = ", ".join(map(repr, get_args(Role)))
+                    raise ValueError(f"{field} may hold {choices}; got {role!r}")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -207,21 +229,21 @@ SCHEDULES: dict[str, ScheduleRow] = {
         ScheduleRow(
             name="hybrid",
             rule=_hybrid,
-            needs=("sublayer",),
+            needs=("kind",),
             final_norm=True,
             source="Zhuo et al. 2025 (HybridNorm), arXiv:2503.04598",
         ),
         ScheduleRow(
             name="hybrid_first_pre",
             rule=_hybrid_first,
-            needs=("layer", "sublayer"),
+            needs=("layer", "kind"),
             final_norm=True,
             source="Zhuo et al. 2025 (HybridNorm*), arXiv:2503.04598: the first block is pre",
         ),
         ScheduleRow(
             name="normformer",
             rule=_normformer,
-            needs=("sublayer",),
+            needs=("kind",),
             final_norm=True,
             source="Shleifer et al. 2021, arXiv:2110.09456",
         ),
@@ -237,7 +259,7 @@ def placement(
     other_depth: int | None = None,
     layer: int | None = None,
     stack: Stack = "decoder",
-    sublayer: Sublayer | None = None,
+    kind: Sublayer | None = None,
 ) -> Placement:
     """Look up the wiring of one branch, with the constants that its depth decides.
 
@@ -247,25 +269,28 @@ def placement(
         other_depth: the number of layers of the other stack of an encoder-decoder pair.
         layer: this layer's number, from 1 (``scaled``, ``mix``, ``hybrid_first_pre``).
         stack: which stack the branch belongs to.
-        sublayer: what the branch holds (``hybrid``, ``normformer``; ``sub`` treats cross-attention as ``pre``).
+        kind: what the branch holds (``hybrid``, ``normformer``; ``sub`` treats cross-attention as ``pre``).
 
     Raises:
         ValueError: an unknown name, or a constant that is needed and missing.
     """
     if name not in PLACEMENTS and name not in SCHEDULES:
         raise ValueError(f"unknown placement {name!r}; known are {', '.join(known())}")
-    for argument, value, choices in (("stack", stack, get_args(Stack)), ("sublayer", sublayer, get_args(Sublayer))):
+    for argument, value, choices in (("stack", stack, get_args(Stack)), ("kind", kind, get_args(Sublayer))):
         if value is not None and value not in choices:
             raise ValueError(f"{argument} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+    for argument, number in (("layer", layer), ("depth", depth), ("other_depth", other_depth)):
+        if number is not None:
+            _positive(argument, number, name)
     if layer is not None and depth is not None and layer > depth:
         raise ValueError(f"layer {layer} lies past depth {depth}; layers count from 1")
     if name in SCHEDULES:
         row = SCHEDULES[name]
         layer = _positive("layer", layer, name) if "layer" in row.needs else layer
         depth = _positive("depth", depth, name) if "depth" in row.needs else depth
-        if sublayer is None and "sublayer" in row.needs:
-            raise ValueError(f"placement {name!r} needs sublayer, one of {', '.join(map(repr, get_args(Sublayer)))}")
-        found = row.rule(layer or 1, depth or 1, sublayer or "ffn")
+        if kind is None and "kind" in row.needs:
+            raise ValueError(f"placement {name!r} needs kind, one of {', '.join(map(repr, get_args(Sublayer)))}")
+        found = row.rule(layer or 1, depth or 1, kind or "ffn")
         return found if found.source else replace(found, source=row.source)
     found = PLACEMENTS[name]
     if name == "scaled":
@@ -275,7 +300,7 @@ def placement(
         return replace(found, alpha=alpha, init_gain=beta)
     if name == "sub":
         gain = sub_ln_gain(_positive("depth", depth, name), other_depth, stack)
-        if sublayer == "cross_attention":
+        if kind == "cross_attention":
             return replace(found, inner_norm=False, init_roles=())
         return replace(found, init_gain=gain)
     if name == "fixup":
@@ -293,27 +318,33 @@ class Schedule:
     depth: int
     other_depth: int | None = None
     stack: Stack = "decoder"
+    own: Placement | None = None
 
-    def branch(self, layer: int, sublayer: Sublayer) -> Placement:
+    def branch(self, layer: int, kind: Sublayer) -> Placement:
         """The wiring of one sublayer of one layer, counted from 1."""
+        if self.own is not None:
+            return self.own
         return placement(
             self.name,
             depth=self.depth,
             other_depth=self.other_depth,
             layer=layer,
             stack=self.stack,
-            sublayer=sublayer,
+            kind=kind,
         )
 
     @property
     def final_norm(self) -> bool:
         """Whether a norm is due after the last block."""
+        if self.own is not None:
+            return self.own.final_norm
         return (SCHEDULES.get(self.name) or PLACEMENTS[self.name]).final_norm
 
     @property
     def second_stream(self) -> bool:
         """Whether branch outputs are also summed on a second stream."""
-        return self.name in PLACEMENTS and PLACEMENTS[self.name].second_stream
+        found = self.own or PLACEMENTS.get(self.name)
+        return found is not None and found.second_stream
 
     @property
     def parallel(self) -> bool:
@@ -321,13 +352,20 @@ class Schedule:
         return self.name == "parallel"
 
 
-def schedule(name: str, depth: int, *, other_depth: int | None = None, stack: Stack = "decoder") -> Schedule:
-    """The placement of every branch of a stack of ``depth`` layers, for any key of `PLACEMENTS` or `SCHEDULES`.
+def schedule(
+    wiring: str | Placement, depth: int, *, other_depth: int | None = None, stack: Stack = "decoder"
+) -> Schedule:
+    """The placement of every branch of a stack of ``depth`` layers.
+
+    Args:
+        wiring: a key of `PLACEMENTS` or `SCHEDULES`, or one's own `Placement`, which is then every branch's.
+        depth, other_depth, stack: see `placement`.
 
     Raises:
         ValueError: as `placement`.
     """
-    made = Schedule(name=name, depth=_positive("depth", depth, name), other_depth=other_depth, stack=stack)
+    own, name = (wiring, wiring.name) if isinstance(wiring, Placement) else (None, wiring)
+    made = Schedule(name=name, depth=_positive("depth", depth, name), other_depth=other_depth, stack=stack, own=own)
     made.branch(1, "attention")
     return made
 
@@ -382,6 +420,8 @@ def fixup_gain(depth: int, other_depth: int | None = None, stack: Stack = "decod
 
 
 def _positive(name: str, value: int | None, placement_name: str) -> int:
-    if value is None or isinstance(value, bool) or value < 1:
-        raise ValueError(f"placement {placement_name!r} needs {name} >= 1; got {value!r}")
+    if value is None:
+        raise ValueError(f"placement {placement_name!r} needs {name}; give {name}=, an integer >= 1")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1; got {value!r}")
     return value

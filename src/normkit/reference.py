@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normkit.checks import check_arguments
 from normkit.spec import NormSpec, partial_count
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -69,7 +70,7 @@ def normalize(
         x: the input, float16, bfloat16, float32 or float64; any layout, kept.
         spec: what to compute.
         weight: stored gain: features, ``[..., heads, features]`` for ``per_head``, ``[]`` or ``[1]`` for ``scalar``.
-        bias: same shape as the features.
+        bias: same shape as the features; with a gain ``per_head`` it may have the gain's.
         gate: same shape as ``x``, required exactly when ``spec.gate`` is set.
         mask: x's shape without the channel dim, True (or 1) at valid positions. Batch, instance and group only:
             other positions do not count, and their output is zero.
@@ -102,7 +103,9 @@ def normalize_measured(
 
     ``measured`` given, x is not measured: it may be one part of what shares the statistics.
     """
-    _check(x, spec, weight, bias, gate, mask, running_mean, running_var)
+    check_arguments(x, spec, weight, bias, gate, mask, running_mean, running_var)
+    if spec.statistic == "unbiased" and running_mean is None and mask is None:
+        _check_unbiased(x, spec)
     compute = compute_dtype(x.dtype, spec)
     z = x.to(compute)
     valid = None if mask is None else align_mask(mask, spec, x.dim())
@@ -119,6 +122,8 @@ def normalize_measured(
     else:
         normalized, measured = standardize(z, spec, mask, measured)
         y = _affine(normalized, spec, gain, shift, x.dtype, weight)
+        if y is normalized and (spec.groups > 1 or spec.axes == "group"):
+            y = y.clone()  # a view by now, which autograd would forbid to change in place where a Function returns it
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "after":
         y = y.to(compute) * gate_factor
     if valid is not None:
@@ -228,11 +233,14 @@ def standardize(
 
 
 def inverse_root(measured: Measured, spec: NormSpec) -> Tensor:
-    """What x - c is multiplied by."""
-    if spec.eps_at == "variance":
-        scale = measured.scale
-        return torch.rsqrt(measured.square + (spec.eps if scale is None else spec.eps * scale * scale))
-    return 1 / _divisor(measured, spec)
+    """What x - c is multiplied by. Without an eps, 0 where all of x - c is 0."""
+    if spec.eps_at != "variance":
+        return 1 / _divisor(measured, spec)
+    if spec.eps == 0:
+        still = measured.square == 0
+        return torch.where(still, 0, torch.rsqrt(torch.where(still, 1, measured.square)))
+    scale = measured.scale
+    return torch.rsqrt(measured.square + (spec.eps if scale is None else spec.eps * scale * scale))
 
 
 def inverse_slope(measured: Measured, spec: NormSpec) -> Tensor:
@@ -245,7 +253,10 @@ def inverse_slope(measured: Measured, spec: NormSpec) -> Tensor:
 
 
 def _divisor(measured: Measured, spec: NormSpec) -> Tensor:
-    root, eps = _root(measured.square), _scaled_eps(measured, spec)
+    root = _root(measured.square)
+    if spec.eps == 0:
+        return torch.where(root == 0, math.inf, root)
+    eps = _scaled_eps(measured, spec)
     if spec.eps_at == "std":
         return root + eps
     return torch.maximum(root, eps) if isinstance(eps, Tensor) else root.clamp_min(eps)
@@ -257,7 +268,7 @@ def _scaled_eps(measured: Measured, spec: NormSpec) -> float | Tensor:
 
 def merge(groups: Tensor, like: Tensor) -> Tensor:
     """Undo `split`."""
-    return groups.reshape(like.shape)
+    return groups if groups.dim() == like.dim() else groups.reshape(like.shape)
 
 
 def _center(x: Tensor, spec: NormSpec, valid: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Measured]:
@@ -351,7 +362,10 @@ def overflow_scale(x: Tensor, spec: NormSpec) -> Tensor | None:
     needed = exponent > bound
     if spec.eps == 0:
         needed = needed | (exponent < -bound) & (largest > 0)
-    shift = torch.where(needed & torch.isfinite(largest), -exponent, 0)
+    furthest = (
+        math.frexp(torch.finfo(x.dtype).max)[1] - 2
+    )  # 2^shift is a normal number; subnormal rows come closer to 1
+    shift = torch.where(needed & torch.isfinite(largest), -exponent, 0).clamp(-furthest, furthest)
     return torch.ldexp(torch.ones_like(largest), shift)
 
 
@@ -413,85 +427,7 @@ def align_mask(mask: Tensor, spec: NormSpec, ndim: int) -> Tensor:
     return mask.to(torch.bool).unsqueeze(spec.channel_dim % ndim)
 
 
-def _check(
-    x: Tensor,
-    spec: NormSpec,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    mask: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
-    shape = feature_shape(x, spec)
-    if spec.groups > 1 and shape[0] % spec.groups:
-        raise ValueError(f"groups={spec.groups} does not divide the {shape[0]} features of x, shape {tuple(x.shape)}")
-    for name, parameter, wanted in (("weight", weight, spec.has_weight), ("bias", bias, spec.has_bias)):
-        if (parameter is not None) != wanted:
-            raise ValueError(f"{name} is {'missing' if wanted else 'given'}, but the spec has has_{name}={wanted}")
-    if weight is not None:
-        _check_weight(weight, spec, shape, x)
-    if bias is not None and tuple(bias.shape) != shape:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; x of shape {tuple(x.shape)} needs {shape}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.device != x.device:
-            raise ValueError(f"{name} is on {parameter.device} but x is on {x.device}; move one of them")
-    if (gate is not None) != (spec.gate is not None):
-        raise ValueError(f"gate is {'given' if gate is not None else 'missing'}, but the spec has gate={spec.gate}")
-    if gate is not None and gate.shape != x.shape:
-        raise ValueError(f"gate has shape {tuple(gate.shape)}; it must equal x's, {tuple(x.shape)}")
-    _check_mask(x, spec, mask)
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must be given together")
-    if running_mean is not None and running_var is not None:
-        if spec.axes not in ("batch", "instance"):
-            raise ValueError(f"running statistics need axes='batch' or 'instance'; the spec has {spec.axes!r}")
-        for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
-            if tuple(buffer.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(buffer.shape)}; x of shape {tuple(x.shape)} needs {shape}")
-    if spec.statistic == "unbiased" and running_mean is None and mask is None and x.numel() > 0:
-        n = count_elements(x, spec, None)
-        assert isinstance(n, int)
-        if n < 2:
-            raise ValueError(f"statistic='unbiased' needs at least 2 elements; x of shape {tuple(x.shape)} gives {n}")
-
-
-def feature_shape(x: Tensor, spec: NormSpec) -> tuple[int, ...]:
-    """The shape of the features (or channels) of x; ValueError where x has too few dims for the spec."""
-    if isinstance(spec.channel_dim, tuple):
-        needed = len(spec.channel_dim)
-    else:
-        needed = 2 if spec.channel_dim == 1 or spec.axes != "features" else 1
-    if x.dim() < needed:
-        raise ValueError(f"x has shape {tuple(x.shape)}; axes={spec.axes!r} with channel_dim={spec.channel_dim} "
-                         f"needs at least {needed} dims")  # fmt: skip
-    if isinstance(spec.channel_dim, tuple):
-        return tuple(x.shape[-needed:])
-    return (x.shape[spec.channel_dim],)
-
-
-def _check_weight(weight: Tensor, spec: NormSpec, shape: tuple[int, ...], x: Tensor) -> None:
-    if spec.weight_shape == "scalar":
-        ok = weight.numel() == 1 and weight.dim() <= 1
-    elif spec.weight_shape == "per_head":
-        ok = 2 <= weight.dim() <= x.dim() and weight.shape[-1] == shape[0]
-        ok = ok and all(w in (1, n) for w, n in zip(reversed(weight.shape), reversed(x.shape), strict=False))
-    else:
-        ok = tuple(weight.shape) == shape
-    if not ok:
-        broadcasting = f"(..., heads, {shape[0]}) that broadcasts against x"
-        needs = {"scalar": "() or (1,)", "per_head": broadcasting, "features": str(shape)}[spec.weight_shape]
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {needs}")
-
-
-def _check_mask(x: Tensor, spec: NormSpec, mask: Tensor | None) -> None:
-    if mask is None:
-        return
-    if spec.axes == "features":
-        raise ValueError("mask has no meaning for axes='features': each position has its own statistic")
-    assert isinstance(spec.channel_dim, int)
-    needed = tuple(n for d, n in enumerate(x.shape) if d != spec.channel_dim % x.dim())
-    if tuple(mask.shape) != needed:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; x of shape {tuple(x.shape)} needs {needed}")
+def _check_unbiased(x: Tensor, spec: NormSpec) -> None:
+    n = count_elements(x, spec, None)
+    if x.numel() > 0 and isinstance(n, int) and n < 2:
+        raise ValueError(f"statistic='unbiased' needs at least 2 elements; x of shape {tuple(x.shape)} gives {n}")

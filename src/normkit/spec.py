@@ -112,6 +112,9 @@ class NormSpec:
         _check_channel_dim(self.axes, self.channel_dim)
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise ValueError(f"groups must be an integer >= 1; got {self.groups!r}")
+        for name in ("partial", "weight_offset"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), float | int):
+                raise TypeError(f"{name} must be a number; got {getattr(self, name)!r}")
         if not 0 < self.partial <= 1:
             raise ValueError(f"partial must be in (0, 1]; got {self.partial!r}")
         if not -math.inf < self.weight_offset < math.inf:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit.audit.graph import ReplayError, TensorInfo, Trace
-from normkit.audit.meta import DataDependentError
 from normkit.audit.trace import trace
+from normkit.audit.trace.graph import ReplayError, TensorInfo, Trace
+from normkit.audit.trace.meta import DataDependentError
 
 
 class Function(nn.Module):

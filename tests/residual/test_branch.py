@@ -42,8 +42,9 @@ def test_equation_and_gradients(name, layer):
     want = formulas(DEPTH, layer)[name](x, made)
     y = made(x)
     torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
-    wanted = torch.autograd.grad(want.pow(2).sum(), [x, *made.parameters()])
-    got = torch.autograd.grad(y.pow(2).sum(), [x, *made.parameters()])
+    target = torch.randn_like(want)
+    wanted = torch.autograd.grad((want * target).sum(), [x, *made.parameters()])
+    got = torch.autograd.grad((y * target).sum(), [x, *made.parameters()])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -51,12 +52,13 @@ def test_equation_and_gradients(name, layer):
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", known())
 def test_stack_carries_the_pending_branch(name, fuse):
-    """Four branches in a row with a final norm: the same as the branches one after the other."""
+    """Four branches in a row with a final norm: values and gradients of the equations, one after the other."""
     made = [branch(name, n, fuse=fuse) for n in (1, 2, 3, 4)]
     final = nn.LayerNorm(DIM, dtype=torch.float64)
     scramble(final)
-    x = inputs()
-    got = ResidualStack(made, final)(x)
+    x = inputs().requires_grad_()
+    stack = ResidualStack(made, final)
+    got = stack(x)
     if name == "resi_dual":
         second, want = x, x
         for r in made:
@@ -69,6 +71,11 @@ def test_stack_carries_the_pending_branch(name, fuse):
             want = formulas(DEPTH, n)[name](want, r)
         want = layer_norm(want, final)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    # Random targets, since a normalized output has the same sum of squares whatever is before its norm.
+    target = torch.randn_like(want)
+    found, wanted = (torch.autograd.grad((y * target).sum(), [x, *stack.parameters()]) for y in (got, want))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("shared", [True, False])

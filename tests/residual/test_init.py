@@ -232,7 +232,7 @@ def test_init_for_of_a_model_is_repeatable(name):
         results.append([p.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert len(gains) == 4 * 7
-    expected = placement(name, depth=4, layer=1, sublayer="ffn")
+    expected = placement(name, depth=4, layer=1, kind="ffn")
     assert gains["1.sublayer.down.weight"] == (0 if expected.zero_roles else expected.init_gain)
     assert gains["0.sublayer.query.weight"] == 1
 

@@ -155,6 +155,34 @@ def test_biases_with_several_dims():
     assert found["decay"]["names"] == ["up"] and found["no_decay"]["names"] == ["up_bias"]
 
 
+def test_a_table_of_positions_decays_unless_it_is_named():
+    """It is added to the activations as a bias is: only the caller can say which it is."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(5, 8))
+            self.norm, self.out = build(GEMMA, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.out(self.norm(x + self.positions))
+
+    model = Model()
+    assert groups(model)["decay"]["names"] == ["positions", "out.weight"]
+    named = groups(model, no_decay=[model.positions, model.norm.weight], offset_gain_decay=0.1)
+    assert named["decay"]["names"] == ["out.weight"] and "offset_gain" not in named
+    assert set(named["no_decay"]["names"]) == {"positions", "norm.weight", "out.bias"}
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        groups(model, no_decay=[nn.Parameter(torch.ones(2))])
+
+
+def test_what_is_no_model_or_no_number():
+    with pytest.raises(TypeError, match="not its parameters; got generator"):
+        groups(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="weight_decay must be a number; got str"):
+        groups(nn.Linear(2, 2), weight_decay="0.1")
+
+
 def test_the_model_is_left_alone():
     model = nn.Sequential(nn.Linear(4, 4), RMSNorm(4), nn.BatchNorm1d(4))
     before = {k: v.clone() for k, v in model.state_dict().items()}

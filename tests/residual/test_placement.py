@@ -53,7 +53,7 @@ def test_sub_ln_pair_of_six():
 
 
 def test_sub_ln_leaves_cross_attention_alone():
-    row = placement("sub", depth=6, other_depth=6, stack="decoder_of_pair", sublayer="cross_attention")
+    row = placement("sub", depth=6, other_depth=6, stack="decoder_of_pair", kind="cross_attention")
     assert row.slots == ("input",) and row.init_roles == () and row.init_gain == 1
 
 
@@ -121,16 +121,16 @@ def test_every_row_names_its_source_and_final_norm():
     [
         ("prenorm", {}, "unknown placement 'prenorm'.*sandwich"),
         ("deepnorm", {}, "needs depth"),
-        ("deepnorm", {"depth": 0}, "needs depth >= 1; got 0"),
+        ("deepnorm", {"depth": 0}, "depth must be an integer >= 1; got 0"),
         ("deepnorm", {"depth": 6, "stack": "encoder_of_pair"}, "needs other_depth"),
         ("sub", {}, "needs depth"),
         ("fixup", {}, "needs depth"),
         ("scaled", {"depth": 12}, "needs layer"),
         ("scaled", {"depth": 12, "layer": 13}, "layer 13 lies past depth 12"),
         ("mix", {"layer": 1}, "needs depth"),
-        ("hybrid", {}, "needs sublayer"),
+        ("hybrid", {}, "needs kind, one of"),
         ("pre", {"stack": "middle"}, "stack must be one of"),
-        ("pre", {"sublayer": "mlp"}, "sublayer must be one of"),
+        ("pre", {"kind": "mlp"}, "kind must be one of"),
     ],
 )
 def test_bad_input(name, arguments, message):

@@ -53,8 +53,17 @@ def test_state_dict_round_trip(name):
     assert torch.equal(made(tokens()), copy.deepcopy(made)(tokens()))
 
 
-@pytest.mark.parametrize("name", ["pre", "deepnorm", "sub", "resi_dual", "hybrid", "normformer", "parallel", "fixup"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resi_dual",
+        "hybrid",
+        "parallel",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sub", "normformer", "fixup")),
+    ],
+)
 def test_compile(name):
+    """Whole models; every placement's branch is compiled on its own in the branch's tests."""
     made = model(placement=name, depth=2)
     torch._dynamo.reset()
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")

@@ -10,11 +10,11 @@ from torch import nn
 
 from normkit.audit import rules
 from normkit.audit.find import Occurrence, find_norms, weight_place
-from normkit.audit.graph import Trace
 from normkit.audit.identify import Identification
 from normkit.audit.place import Branch, NormSite, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
 from normkit.audit.trace import trace
+from normkit.audit.trace.graph import Trace
 
 ROLES = ("weight", "bias", "running_mean", "running_var")
 
@@ -41,8 +41,12 @@ def audit(
         An `Audit`; ``to_dict()`` is its published JSON form.
 
     Raises:
-        AuditError: the model's forward raised before it reached its first norm.
+        AuditError: the model's forward raised, or holds parameters that are not initialized yet.
     """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
     progress("running the model")
     recorded = trace(model, example_args, example_kwargs)
     occurrences = find_norms(recorded, progress)
@@ -72,6 +76,7 @@ def audit(
 def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
     value = recorded.values[found.calls[0].inputs[0]]
     identification = found.identification
+    assert identification.kind != "none"
     return NormRecord(
         name=found.name,
         class_name=found.class_name,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from normkit.audit.identify import Identification, identify
 from torch import Tensor, nn
+
+from normkit.audit.identify import Identification, identify
 
 _PROJECTIONS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Torch's own classes, exactly, that need no measurement: none of them divides by a statistic."""
@@ -23,11 +24,16 @@ def param_groups(
     weight_decay: float,
     offset_gain_decay: float | None = None,
     decay_embeddings: bool = True,
+    no_decay: Iterable[nn.Parameter] = (),
 ) -> list[dict[str, Any]]:
     r"""Parameter groups for an optimizer: weight decay on matrices that belong to no norm.
 
     A parameter decays if it is a matrix (two or more dims longer than 1), belongs to no module that `identify` finds
-    to be a norm, and is no bias (an attribute called ``bias`` or ``..._bias``: it matters for biases of several dims).
+    to be a norm, and is no bias. Vectors are not looked at further; a bias of several dims (one row an expert) is known
+    by its attribute's name, ``bias`` or ``..._bias``, as torch calls it. That is the one rule by name, since behaviour
+    does not tell: a learned table of positions is added to the activations just as a bias is, and by custom decays.
+    ``no_decay`` names such a table where it should not.
+
     So gains and biases of norms do not decay, of whatever class and shape (a gain per head has two dims); nor do biases
     of projections, scalars, and vectors such as layer scales or class tokens. A tied weight appears once, as a matrix.
     Gains that are buffers are no parameters and appear nowhere; nor do parameters that need no gradient.
@@ -40,15 +46,21 @@ def param_groups(
         weight_decay: the decay of the matrices.
         offset_gain_decay: a decay for gains stored with an offset of 1 (Gemma, Nemotron).
         decay_embeddings: whether embedding matrices decay; if not, neither does a head that is tied to one.
+        no_decay: further parameters that do not decay, such as tables of positions.
 
     Returns:
         Groups with ``params``, ``weight_decay``, ``name`` (``"decay"``, ``"no_decay"`` and, if asked for,
         ``"offset_gain"``) and ``names``, the parameters' names; groups without parameters are left out.
 
     Raises:
-        ValueError: a negative decay.
+        ValueError: a negative decay, or ``no_decay`` with a parameter of another model.
+        TypeError: a model that is no module (such as its parameters), a decay that is no number.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not its parameters; got {type(model).__name__}")
     for argument, value in (("weight_decay", weight_decay), ("offset_gain_decay", offset_gain_decay)):
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{argument} must be a number; got {type(value).__name__}")
         if value is not None and not 0 <= value < float("inf"):
             raise ValueError(f"{argument} must be >= 0; got {value!r}")
     in_norms: set[int] = set()
@@ -58,6 +70,9 @@ def param_groups(
         if found.spec is not None and found.spec.weight_offset == 1 and found.weight is not None:
             offset_gains.add(id(module.get_parameter(found.weight)))
     biases, embeddings = _biases(model), _embeddings(model)
+    spared = {id(p) for p in no_decay}
+    if not spared <= {id(p) for p in model.parameters()}:
+        raise ValueError("no_decay holds a tensor that is no parameter of the model")
     groups: dict[str, dict[str, Any]] = {
         "decay": {"weight_decay": weight_decay},
         "no_decay": {"weight_decay": 0.0},
@@ -69,7 +84,9 @@ def param_groups(
         if not parameter.requires_grad:
             continue
         key = id(parameter)
-        if offset_gain_decay is not None and key in offset_gains:
+        if key in spared:
+            kind = "no_decay"
+        elif offset_gain_decay is not None and key in offset_gains:
             kind = "offset_gain"
         elif key in in_norms or key in biases or not _is_matrix(parameter):
             kind = "no_decay"

@@ -29,7 +29,7 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
         InputError: the model has no input that is known here.
     """
     parameters = inspect.signature(model.forward).parameters
-    main = getattr(model, "main_input_name", None) or next(iter(parameters), "")
+    main = str(getattr(model, "main_input_name", "") or next(iter(parameters), ""))
     inputs: dict[str, Tensor] = {}
     for name in (main, *_needed_beside(model, main)):
         made = _make(name, config)

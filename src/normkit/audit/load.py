@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +122,7 @@ def _minilm(device: str | None, inputs: Mapping[str, Tensor] | None, progress: P
 def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
     if not folder.is_dir():
         raise ModelError(
-            f"no folder {folder}; give a folder with a config.json, a model type, or package.module:factory"
+            f"no folder {folder}; give a folder with a config.json, a model type or package.module:factory"
         )
     config = _read_config(folder)
     weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
@@ -132,8 +133,14 @@ def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] 
     auto = _model_class(config)
     progress(f"reading {len(weights)} weight file{'s' if len(weights) > 1 else ''}")
     try:
-        model = auto.from_pretrained(folder, config=config, trust_remote_code=False, dtype="auto")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = auto.from_pretrained(folder, config=config, trust_remote_code=False, dtype="auto")
     except Exception as error:
+        if "weights_only" in str(error):
+            raise ModelError(
+                f"the weights in {folder} hold pickled code, which is not run: ask for them as safetensors"
+            ) from error
         raise ModelError(
             f"cannot read the weights in {folder}: {_one_line(error)}; download the files again"
         ) from error
@@ -152,11 +159,11 @@ def _read_config(folder: Path) -> Any:
         raise ModelError(f"{path} holds a {type(values).__name__}, not an object; write the file again")
     if "auto_map" in values:
         raise ModelError(
-            f"{path} asks for remote code (auto_map), which is not run; audit the code as package.module:factory instead"
+            f"{path} asks for remote code (auto_map), which is not run; audit it as package.module:factory instead"
         )
     kind = values.get("model_type")
     library = transformers()
-    if kind not in library.CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
         raise ModelError(f"{path} has {_unknown_type(kind)}")
     try:
         return library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -232,7 +239,7 @@ def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] 
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"cannot import {module_name!r}: {_one_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
@@ -242,7 +249,7 @@ def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] 
     try:
         with torch.device(device or "cpu"):
             made = factory if isinstance(factory, nn.Module) else factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{target} raised {_one_line(error)}") from error
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -262,4 +269,6 @@ def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, SystemExit):
+        text = f"SystemExit: {text}"
     return text if len(text) <= 300 else text[:297] + "..."

@@ -15,7 +15,7 @@ from normkit.spec import Kind, NormSpec
 
 SCHEMA_VERSION = 1
 Severity = Literal["info", "warning", "error"]
-"""``error``: wrong numbers or NaN can follow. ``warning``: training or porting can go wrong. ``info``: worth knowing."""
+"""``error``: wrong numbers or NaN can follow. ``warning``: training or porting can go wrong. ``info``: good to know."""
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +20,7 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="minilm (the demo), a folder with a config.json, a transformers model type, or package.module:factory.",
+            help="minilm (the demo), a folder with a config.json, a transformers model type or package.module:factory.",
             show_default=False,
         ),
     ],
@@ -59,7 +61,8 @@ def command(
             status.update(text)
 
         try:
-            result = _run(model, inputs or [], device, progress)
+            with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the audit
+                result = _run(model, inputs or [], device, progress)
         except _Refused as refused:
             status.stop()
             messages.print(f"normkit audit: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
@@ -77,7 +80,9 @@ def command(
             try:
                 result.to_json(json)
             except OSError as error:
-                messages.print(f"normkit audit: cannot write {json}: {error}", style="red", markup=False)
+                messages.print(
+                    f"normkit audit: cannot write {json}: {error}", style="red", markup=False, soft_wrap=True
+                )
                 raise typer.Exit(USAGE) from None
     raise typer.Exit(_exit_code(result, fail_on))
 

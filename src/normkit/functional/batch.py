@@ -7,7 +7,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from normkit.functional.core import add_residual, make_spec, write
+from normkit.checks import check_floating, check_mask, check_number, check_same_device
+from normkit.functional.core import add_residual, check_tensors, make_spec, write
 from normkit.functional.evaluate import compute, evaluate
 from normkit.functional.running import advance, moments
 from normkit.spec import Axes, Gate, NormSpec, OutputDtype, Rounding, check_eps
@@ -141,7 +142,8 @@ def batch_norm_functional(
     Differs from `torch.nn.functional.batch_norm`: under ``vmap``, ``jvp`` and ``jacrev`` that one's in-place update
     of an unbatched buffer is an error.
     """
-    _check_running(input, running_mean, running_var, training)
+    check_floating("input", input)
+    _check_running(input, running_mean, running_var, training, momentum)
     check_eps(eps)
     if training:
         check_positive_eps(eps)
@@ -207,7 +209,8 @@ def instance_norm(
     Differs from `torch.nn.functional.instance_norm`: any pair of input and parameter dtypes; the variance does not
     lose digits for a large mean; channels_last input gives channels_last output; a negative eps is refused.
     """
-    _check_running(input, running_mean, running_var, use_input_stats)
+    check_floating("input", input)
+    _check_running(input, running_mean, running_var, use_input_stats, momentum)
     check_eps(eps)
     stream = None if residual is None else add_residual(input, residual)
     x = input if stream is None else stream
@@ -252,6 +255,8 @@ def holds_one(x: Tensor, spec: NormSpec, mask: Tensor | None) -> bool:
     if x.dim() < 2 or x.numel() == 0:
         return False
     assert isinstance(spec.channel_dim, int)
+    if mask is not None:
+        check_mask(mask, x, spec.channel_dim)
     channels = x.shape[spec.channel_dim] * (x.shape[0] if spec.axes == "instance" else 1)
     if x.numel() == channels:
         return True
@@ -301,6 +306,7 @@ def _spec(
     gate: Tensor | None,
     gate_kind: Gate,
 ) -> NormSpec:
+    check_tensors(weight=weight, bias=bias)
     return make_spec(
         axes=axes,
         channel_dim=channel_dim,
@@ -314,7 +320,9 @@ def _spec(
     )
 
 
-def _check_running(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, own: bool) -> None:
+def _check_running(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, own: bool, momentum: float | Tensor
+) -> None:
     if (running_mean is None) != (running_var is None):
         given = "running_mean" if running_var is None else "running_var"
         raise ValueError(f"running_mean and running_var go together; only {given} was given")
@@ -323,8 +331,12 @@ def _check_running(x: Tensor, running_mean: Tensor | None, running_var: Tensor |
     for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
         if buffer is None:
             continue
-        if buffer.device != x.device:
-            raise ValueError(f"{name} is on {buffer.device} but input is on {x.device}; move one of them")
+        check_floating(name, buffer)
+        check_same_device(name, buffer, x)
+    if running_mean is not None and own and not isinstance(momentum, Tensor):
+        if momentum is None:
+            raise TypeError("momentum must be a number; got None. For a plain average give 1 / (batches so far)")
+        check_number("momentum", momentum)
 
 
 def _finish(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from normkit.checks import check_count, check_floating, check_same_device
 from normkit.functional.evaluate import add_and_compute, compute, compute_into, needs_gradient
 from normkit.reference import output_dtype
 from normkit.spec import NormSpec
@@ -50,6 +52,8 @@ def norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Apply any NormSpec, optionally to a residual sum.
 
+    ``y = (x - c) / sqrt(s + eps) * (weight_offset + weight) + bias``, with the mean c and the spread s of the spec.
+
     Args:
         x: the input.
         spec: what to compute; see `normkit.NormSpec` for formula and shapes.
@@ -66,7 +70,10 @@ def norm(
 
     Raises:
         TypeError, ValueError: as `normkit.reference.normalize`, and where ``residual`` or ``out`` does not fit.
+
+    torch has no one function for all of them; `layer_norm`, `rms_norm`, ... have torch's arguments.
     """
+    check_tensors(x=x, weight=weight, bias=bias)
     if residual is None:
         if out is None:
             return compute(x, spec, weight, bias, gate=gate, mask=mask)
@@ -106,25 +113,40 @@ def make_spec(**fields: Any) -> NormSpec:
         return NormSpec(**fields)
 
 
-def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """``normalized_shape`` as torch reads it: an int is one dim."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+def as_shape(normalized_shape: int | Sequence[int], name: str = "normalized_shape") -> tuple[int, ...]:
+    """A shape as torch reads it: an int is one dim."""
+    if isinstance(normalized_shape, numbers.Integral | torch.SymInt):
+        shape: tuple[Any, ...] = (normalized_shape,)
+    elif isinstance(normalized_shape, Sequence) and not isinstance(normalized_shape, str):
+        shape = tuple(normalized_shape)
+    else:
+        raise TypeError(f"{name} must be an integer or a sequence of integers; got {normalized_shape!r}")
     if not shape:
-        raise ValueError("normalized_shape must name at least one dim; got ()")
-    return shape
+        raise ValueError(f"{name} must name at least one dim; got ()")
+    return tuple(n if isinstance(n, torch.SymInt) else check_count(name, n, least=0) for n in shape)  # type: ignore[misc]
+
+
+def check_tensors(**given: object) -> None:
+    """Refuse what is no tensor before anything is asked of it; dtypes and shapes are looked at with the spec."""
+    for name, value in given.items():
+        if (value is not None and not isinstance(value, Tensor)) or (value is None and name == "x"):
+            check_floating(name, value)
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     """The residual sum, rounded to the stream's dtype."""
+    check_floating("x", x)
+    check_floating("residual", residual)
+    check_same_device("residual", residual, x)
     if residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}; it must equal input's, {tuple(x.shape)}")
-    if not residual.is_floating_point():
-        raise TypeError(f"residual must be floating point; got {residual.dtype}")
     return (x + residual).to(residual.dtype)
 
 
 def write(y: Tensor, out: Tensor) -> Tensor:
     """Copy a result to where the caller wants it."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor; got {type(out).__name__} {out!r}")
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
         raise ValueError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}; "

@@ -181,8 +181,8 @@ def compute_row(
 ) -> Tensor | None:
     """LayerNorm or RMSNorm over the last dim, output in x's dtype, in few steps; None where `compute` must look.
 
-    The operator itself refuses parameters that do not fit x, and `compute` then words the error. An eps of None is the
-    machine epsilon of the compute dtype.
+    The operator itself refuses a parameter that does not fit x, and `compute` then words the error. An eps of None is
+    the machine epsilon of the compute dtype.
     """
     if (
         not _LOADED
@@ -192,6 +192,8 @@ def compute_row(
         or weight.dim() != 1
         or not (weight_offset == 0 or weight_offset == 1)
         or not x.is_cpu
+        or not weight.is_cpu
+        or not x.numel()
         or _modes()
         or _functorch()
         or forward_ad._current_level >= 0
@@ -201,7 +203,7 @@ def compute_row(
         if eps is not None or centered:
             return None
         eps = _EPS64 if x.dtype == torch.float64 else _EPS32
-    elif not eps >= 0:
+    elif not eps > 0:
         return None
     before = rounding == "before_gain"
     if bias is not None if before else rounding != "after_gain":

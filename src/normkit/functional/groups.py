@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
+
 from torch import Tensor
 
+from normkit.checks import check_floating
 from normkit.functional.core import make_spec, norm
 from normkit.spec import Gate, OutputDtype, Rounding
 
@@ -59,7 +62,8 @@ def group_norm(
     errs by 1.9 at mean 1000); any pair of input and parameter dtypes; one value per group gives the bias, where
     torch raises for a batch of one only; a negative eps is refused.
     """
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
+    check_floating("input", input)
+    if isinstance(num_groups, bool) or not isinstance(num_groups, numbers.Integral) or num_groups < 1:
         raise ValueError(f"num_groups must be an integer >= 1; got {num_groups!r}")
     if input.dim() < 2:
         raise ValueError(f"expected at least 2 dims, (N, C, ...); got input of shape {tuple(input.shape)}")
@@ -73,7 +77,7 @@ def group_norm(
     spec = make_spec(
         axes="group",
         channel_dim=channel_dim,
-        groups=num_groups,
+        groups=int(num_groups),
         eps=eps,
         has_weight=weight is not None,
         weight_offset=weight_offset if weight is not None else 0.0,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from normkit.checks import check_floating, check_mask, check_same_device
 from normkit.functional.core import norm
 from normkit.spec import L2_NORMALIZE, SCALE_NORM, NormSpec, check_eps
 
@@ -50,6 +51,8 @@ def dynamic_tanh(
     Raises:
         TypeError: integer input.
         ValueError: a parameter whose shape or device does not fit.
+
+    torch.nn.functional has no such function; it stands where a norm did and computes no statistic.
     """
     z = upcast(x)
     y = torch.tanh(_scalar("alpha", alpha, z) * z)
@@ -81,6 +84,8 @@ def derf(
     Raises:
         TypeError: integer input.
         ValueError: a parameter whose shape or device does not fit.
+
+    torch.nn.functional has no such function; it stands where a norm did and computes no statistic.
     """
     z = upcast(x)
     y = torch.erf(_scalar("alpha", alpha, z) * z + _scalar("shift", shift, z))
@@ -101,6 +106,8 @@ def layer_scale(x: Tensor, weight: Tensor, *, channel_dim: int = -1) -> Tensor:
     Raises:
         TypeError: integer input.
         ValueError: a weight whose shape or device does not fit.
+
+    torch.nn.functional has no such function; ``x * weight`` would have the wider of the two dtypes.
     """
     return _affine(upcast(x), weight, None, channel_dim).to(x.dtype)
 
@@ -119,6 +126,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     Raises:
         TypeError: integer input.
         ValueError: shift or scale that does not fit x.
+
+    torch.nn.functional has no such function.
     """
     z = upcast(x)
     return (z * (1 + per_sample("scale", scale, z)) + per_sample("shift", shift, z)).to(x.dtype)
@@ -165,6 +174,8 @@ def scale_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5, ch
 
     Raises:
         TypeError, ValueError: as `normkit.functional.norm`.
+
+    Differs from `torch.nn.functional.normalize`: the gain, and the length is formed in float32 for half precision.
     """
     return norm(x, scale_spec(eps, weight is not None, channel_dim), weight)
 
@@ -186,6 +197,8 @@ def pixel_norm(x: Tensor, *, eps: float = 1e-8) -> Tensor:
 
     Raises:
         TypeError, ValueError: as `normkit.functional.norm`.
+
+    Differs from `torch.nn.functional.rms_norm`: over the channels of ``(N, C, ...)``, without a gain.
     """
     return norm(x, PIXEL_NORM.replace(eps=eps))
 
@@ -219,6 +232,8 @@ def filter_response_norm(
     Raises:
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit.
+
+    Differs from `torch.nn.functional.instance_norm`: the mean is not removed, and the threshold is part of it.
     """
     check_eps(eps)
     _needs_space(x)
@@ -227,7 +242,11 @@ def filter_response_norm(
     if learned_eps is None:
         y = norm(z, spec, mask=mask)
     else:
-        extra = learned_eps if learned_eps.numel() == 1 else per_feature("learned_eps", learned_eps, z, 1)
+        extra = (
+            _scalar("learned_eps", learned_eps, z)
+            if learned_eps.numel() == 1
+            else per_feature("learned_eps", learned_eps, z, 1)
+        )
         dims = list(range(2, z.dim()))
         valid = torch.ones_like(z[:, :1]) if mask is None else mask.bool().unsqueeze(1).to(z.dtype)
         root = _length(z, dims) / valid.sum(dims, keepdim=True).clamp_min(1).sqrt()
@@ -258,6 +277,8 @@ def global_response_norm(
     Raises:
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit.
+
+    torch.nn.functional has no such function.
     """
     check_eps(eps)
     _needs_space(x)
@@ -299,6 +320,8 @@ def seed_norm(
     Raises:
         TypeError: integer input.
         ValueError: a shape, device or eps that does not fit, or heads that do not divide the features.
+
+    Differs from `torch.nn.functional.rms_norm`: the gain depends on the input.
     """
     z = upcast(x)
     normalized = norm(z, NormSpec(centered=False, eps=eps, has_weight=False))
@@ -324,15 +347,13 @@ def blank(x: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
     if mask is None:
         return x
     channel = _channel(x, channel_dim)
-    wanted = tuple(n for d, n in enumerate(x.shape) if d != channel)
-    if tuple(mask.shape) != wanted:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; x of shape {tuple(x.shape)} needs {wanted}")
+    check_mask(mask, x, channel)
     return torch.where(mask.bool().unsqueeze(channel), x, 0)
 
 
 def upcast(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point; got {x.dtype}. Convert it first, for example with x.float().")
+    """x in float32 at least."""
+    check_floating("x", x)
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -351,6 +372,7 @@ def _channel(x: Tensor, channel_dim: int) -> int:
 
 
 def _needs_space(x: Tensor) -> None:
+    check_floating("x", x)
     if x.dim() < 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; it needs a batch, a channel and at least one space dim")
 
@@ -358,6 +380,7 @@ def _needs_space(x: Tensor) -> None:
 def per_feature(name: str, parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     """A parameter in x's dtype, shaped to broadcast over x: trailing dims, or dim 1."""
     channel = _channel(x, channel_dim)
+    check_floating(name, parameter)
     n = parameter.dim()
     wanted: Sequence[int] = x.shape[max(x.dim() - n, 0) :] if channel_dim == -1 else (x.shape[1],)
     if n == 0 or tuple(parameter.shape) != tuple(wanted):
@@ -365,21 +388,23 @@ def per_feature(name: str, parameter: Tensor, x: Tensor, channel_dim: int) -> Te
             f"{name} has shape {tuple(parameter.shape)}; x of shape {tuple(x.shape)} with channel_dim={channel_dim} "
             f"needs {tuple(wanted) if n else (x.shape[channel],)}"
         )
-    _same_device(name, parameter, x)
+    check_same_device(name, parameter, x)
     if channel_dim == 1 and x.dim() > 2:
         parameter = parameter.reshape(-1, *[1] * (x.dim() - 2))
     return parameter.to(x.dtype)
 
 
 def _scalar(name: str, parameter: Tensor, x: Tensor) -> Tensor:
+    check_floating(name, parameter)
     if parameter.numel() != 1 or parameter.dim() > 1:
         raise ValueError(f"{name} must be one number, of shape () or (1,); got shape {tuple(parameter.shape)}")
-    _same_device(name, parameter, x)
+    check_same_device(name, parameter, x)
     return parameter.reshape(()).to(x.dtype)
 
 
 def per_sample(name: str, value: Tensor, x: Tensor) -> Tensor:
     """Shape ``(B, C)`` (or more leading dims) to broadcast against ``(B, ..., C)``."""
+    check_floating(name, value)
     lead = value.dim() - 1
     fits = 1 <= value.dim() <= x.dim() and value.shape[-1] == x.shape[-1]
     fits = fits and all(v in (1, n) for v, n in zip(value.shape[:lead], x.shape[:-1], strict=False))
@@ -388,13 +413,8 @@ def per_sample(name: str, value: Tensor, x: Tensor) -> Tensor:
             f"{name} has shape {tuple(value.shape)}; x of shape {tuple(x.shape)} needs its leading dims, then "
             f"{x.shape[-1] if x.dim() else 'features'}: for example {(*x.shape[:1], *x.shape[-1:])}"
         )
-    _same_device(name, value, x)
+    check_same_device(name, value, x)
     return value.to(x.dtype).reshape(*value.shape[:lead], *[1] * (x.dim() - value.dim()), value.shape[-1])
-
-
-def _same_device(name: str, parameter: Tensor, x: Tensor) -> None:
-    if parameter.device != x.device:
-        raise ValueError(f"{name} is on {parameter.device} but x is on {x.device}; move one of them")
 
 
 def _length(x: Tensor, dims: list[int]) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from normkit.checks import check_floating
 from normkit.functional.core import as_shape, make_spec, norm
 from normkit.functional.evaluate import compute_row
 from normkit.reference import compute_dtype
@@ -132,8 +133,9 @@ def rms_norm(
         y = compute_row(False, input, weight, bias, eps, weight_offset, rounding)
         if y is not None:
             return y
+    check_floating("input", input)
     if eps is None:
-        eps = torch.finfo(compute_dtype(input.dtype, NormSpec())).eps if input.is_floating_point() else 0.0
+        eps = torch.finfo(compute_dtype(input.dtype, NormSpec())).eps
     check_eps(eps)
     spec = make_spec(
         channel_dim=_channel_dim(input, normalized_shape, channel_dim),
@@ -154,6 +156,7 @@ def rms_norm(
 
 def _channel_dim(x: Tensor, normalized_shape: int | Sequence[int], channel_dim: int) -> int | tuple[int, ...]:
     """Where the features are, once x is seen to have the shape that was promised."""
+    check_floating("input", x)
     shape = as_shape(normalized_shape)
     if channel_dim == -1:
         if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != shape:
@@ -171,6 +174,7 @@ def _channel_dim(x: Tensor, normalized_shape: int | Sequence[int], channel_dim: 
 def _weight_shape(weight: Tensor | None, normalized_shape: int | Sequence[int]) -> WeightShape:
     if weight is None:
         return "features"
+    check_floating("weight", weight)
     shape = as_shape(normalized_shape)
     if weight.dim() == 0 or (tuple(weight.shape) == (1,) and shape != (1,)):
         return "scalar"

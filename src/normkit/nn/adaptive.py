@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating
 from normkit.functional import norm
 from normkit.functional import other as E
 from normkit.nn._shared import Device, count, empty, fill, number
@@ -40,6 +41,13 @@ class _Conditioned(nn.Module):
 
     def _modulated(self, x: Tensor, condition: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The modulated norm of x, and the vectors that the condition gives, in float32 at least."""
+        check_floating("input", x)
+        check_floating("condition", condition)
+        for name, value in (("input", x), ("condition", condition)):
+            if value.device != self.linear.weight.device:
+                raise ValueError(
+                    f"{name} is on {value.device} but the weights are on {self.linear.weight.device}; move one"
+                )
         if x.dim() < 1 or x.shape[-1] != self.features:
             raise ValueError(f"the last dim of input must be features={self.features}; got shape {tuple(x.shape)}")
         if condition.dim() < 1 or condition.shape[-1] != self.condition_features:
@@ -47,8 +55,6 @@ class _Conditioned(nn.Module):
                 f"the last dim of condition must be condition_features={self.condition_features}; "
                 f"got shape {tuple(condition.shape)}"
             )
-        if not condition.is_floating_point():
-            raise TypeError(f"condition must be floating point; got {condition.dtype}")
         vectors = list(
             E.linear(nn.functional.silu(condition), self.linear.weight, self.linear.bias).chunk(self._parts, -1)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_count, check_dtype, check_floating, check_number
 from normkit.functional.batch import check_positive_eps
 from normkit.functional.core import make_spec
 from normkit.nn.running import Single, check_momentum, check_single, normalize_batch, normalize_running
@@ -41,7 +42,10 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     Differs from `torch.nn.BatchNorm2d` and its siblings: the keyword-only arguments and ``mask`` are new; an empty
     batch does not count; activation checkpointing does not count a batch twice; see `normkit.functional.batch_norm` for
-    the numbers. Same state_dict. It is a subclass of torch's, so that tools that look for batch norms find it.
+    the numbers. Same state_dict. It is a subclass of torch's, so that tools that look for batch norms find it. As in
+    torch, a variance beyond its buffer's dtype (values past 1e19 in float32) makes ``running_var`` infinite, and under
+    `torch.func` transforms training needs ``functional_call`` with the buffers, or
+    `normkit.functional.batch_norm_functional`.
     """
 
     _ranks: tuple[int, ...] = ()
@@ -65,7 +69,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         skip_nonfinite: bool = False,
     ) -> None:
         check_eps(eps)
-        self.weight_offset = float(weight_offset)
+        check_dtype(dtype)
+        num_features = check_count("num_features", num_features, least=0)
+        self.weight_offset = check_number("weight_offset", weight_offset)
         super().__init__(num_features, eps, check_momentum(momentum), affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
@@ -177,6 +183,7 @@ class BatchNorm3d(BatchNorm):
 
 def check_input(x: Tensor, features: int, channel_dim: int, ranks: tuple[int, ...] | None, name: str) -> None:
     """Refuse an input of another rank or with another number of channels."""
+    check_floating("input", x)
     if x.dim() < 2 or (ranks is not None and x.dim() not in ranks):
         wanted = "at least 2" if ranks is None else " or ".join(map(str, ranks))
         raise ValueError(f"{name} expects input with {wanted} dims; got shape {tuple(x.shape)}")

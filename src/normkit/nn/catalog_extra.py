@@ -74,6 +74,3 @@ def extra(C: int = 12, H: int = 3) -> tuple[Entry, ...]:
         Entry("layer_norm_lstm", lambda **f: LayerNormLSTM(5, C, **f), ((2, 4, 5),), batch_dim=1),
         Entry("rms_norm_lstm", lambda **f: RMSNormLSTM(5, C, **f), ((2, 4, 5),), batch_dim=1),
     )
-
-
-EXTRA: tuple[Entry, ...] = extra()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating
 from normkit.functional import norm
 from normkit.nn._shared import Device, count, empty, fill
 from normkit.spec import GateFunction, GatePosition, NormSpec, OutputDtype, Rounding
@@ -83,6 +84,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalize and gate; without a gate, only normalize."""
+        check_floating("input", input)
         if input.dim() < 1 or input.shape[-1] != self.features:
             raise ValueError(f"the last dim of input must be features={self.features}; got shape {tuple(input.shape)}")
         spec = self.spec if gate is not None else self.spec.replace(gate=None)

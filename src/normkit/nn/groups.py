@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from normkit import functional as F
+from normkit.checks import check_count, check_dtype, check_floating, check_number
+from normkit.functional.core import make_spec
 from normkit.spec import NormSpec, Rounding, check_eps
 
 
@@ -56,17 +58,19 @@ class GroupNorm(nn.Module):
     ) -> None:
         super().__init__()
         check_eps(eps)
+        check_dtype(dtype)
+        num_channels = check_count("num_channels", num_channels, least=0)
+        num_groups = check_count("num_groups", num_groups, least=0)
         if num_groups < 1 or num_channels % num_groups:
             fits = [g for g in range(1, num_channels + 1) if num_channels % g == 0]
             raise ValueError(
                 f"num_groups={num_groups} must divide num_channels={num_channels}; {', '.join(map(str, fits))} do"
             )
-        NormSpec(axes="group", channel_dim=channel_dim, weight_offset=weight_offset, rounding=rounding)  # validates
         self.num_groups = num_groups
         self.num_channels = num_channels
         self.eps = eps
         self.affine = affine
-        self.weight_offset = float(weight_offset)
+        self.weight_offset = check_number("weight_offset", weight_offset)
         self.rounding: Rounding = rounding
         self.channel_dim = channel_dim
 
@@ -75,7 +79,22 @@ class GroupNorm(nn.Module):
 
         self.register_parameter("weight", parameter() if affine else None)
         self.register_parameter("bias", parameter() if affine and bias else None)
+        _ = self.spec  # validates
         self.reset_parameters()
+
+    @property
+    def spec(self) -> NormSpec:
+        """What this module computes."""
+        return make_spec(
+            axes="group",
+            channel_dim=self.channel_dim,
+            groups=self.num_groups,
+            eps=self.eps,
+            has_weight=self.weight is not None,
+            weight_offset=self.weight_offset if self.weight is not None else 0.0,
+            has_bias=self.bias is not None,
+            rounding=self.rounding,
+        )
 
     def reset_parameters(self) -> None:
         """Gain 1 (a stored weight of 1 - weight_offset), bias 0."""
@@ -95,6 +114,7 @@ class GroupNorm(nn.Module):
                 output zero and get no gradient.
             residual: added to input first.
         """
+        check_floating("input", input)
         if input.dim() >= 2 and input.shape[self.channel_dim] != self.num_channels:
             raise ValueError(
                 f"GroupNorm has num_channels={self.num_channels}, but input of shape {tuple(input.shape)} has "
@@ -115,6 +135,7 @@ class GroupNorm(nn.Module):
 
     def extra_repr(self) -> str:
         shown = [f"{self.num_groups}", f"{self.num_channels}", f"eps={self.eps}", f"affine={self.affine}"]
+        shown.append(f"bias={self.bias is not None}")
         defaults = {"weight_offset": 0.0, "rounding": "after_gain", "channel_dim": 1}
         shown += [f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value]
         return ", ".join(shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_count, check_dtype, check_floating, check_number
 from normkit.functional.core import make_spec
 from normkit.nn.running import check_momentum, normalize_batch, normalize_running
 from normkit.spec import NormSpec, Rounding, check_eps
@@ -62,7 +63,9 @@ class InstanceNorm(nn.modules.instancenorm._InstanceNorm):
         skip_nonfinite: bool = False,
     ) -> None:
         check_eps(eps)
-        self.weight_offset = float(weight_offset)
+        check_dtype(dtype)
+        num_features = check_count("num_features", num_features, least=0)
+        self.weight_offset = check_number("weight_offset", weight_offset)
         check_momentum(momentum)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)  # type: ignore[arg-type]
         if not bias:
@@ -123,6 +126,7 @@ class InstanceNorm(nn.modules.instancenorm._InstanceNorm):
         return self._space + 1
 
     def _check_input_dim(self, input: Tensor) -> None:
+        check_floating("input", input)
         n, name = self._space, type(self).__name__
         if input.dim() not in (n + 1, n + 2):
             raise ValueError(f"{name} expects input with {n + 1} or {n + 2} dims; got shape {tuple(input.shape)}")

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating
 from normkit.functional import other as E
 from normkit.nn._shared import Device, count, empty, fill, number
 from normkit.spec import NormSpec
@@ -141,6 +142,7 @@ class PixelNorm(nn.Module):
 
 def _check_features(x: Tensor, features: int, spec: NormSpec) -> None:
     """A scalar weight fits any width, so the promised one is checked here."""
+    check_floating("input", x)
     assert isinstance(spec.channel_dim, int)
     if x.dim() > spec.channel_dim and x.dim() > 0 and x.shape[spec.channel_dim] != features:
         raise ValueError(f"features={features} must equal dim {spec.channel_dim} of input; got {tuple(x.shape)}")

@@ -5,24 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating, check_same_device
 from normkit.functional import norm
-from normkit.functional.other import blank
-from normkit.functional.renorm import power_norm
-from normkit.nn._shared import Device, count, empty, fill, move, number, recomputing
-from normkit.reference import normalize, statistics
+from normkit.functional.other import blank, upcast
+from normkit.functional.renorm import batch_deviation, normalize_by, power_norm, stabilized
+from normkit.nn._shared import Device, count, empty, fill, number, recomputing
 from normkit.spec import NormSpec
 
 
 class PowerNorm(nn.Module):
     r"""Power normalization (Shen et al. 2020, arXiv:2003.07845): a running quadratic mean, also in training.
 
-    Each training step t, with P the running and p the batch's quadratic mean of each channel::
+    Each training step, with P the running and p the batch's mean square of each channel::
 
         x̂ = x / sqrt(P + eps)        y = x̂ * weight + bias        then P = alpha * P + (1 - alpha) * p
         backward: g = dL/dy * weight;   dL/dx = (g - nu * x̂) / sqrt(P + eps)
                   nu = nu * (1 - (1 - alpha) * mean(x̂^2)) + (1 - alpha) * mean(g * x̂)
 
-    For the first ``warmup`` batches p is divided by in place of P, and P is their plain average.
+    For the first ``warmup`` batches p is divided by in place of P, and P is their plain average. The buffer
+    ``running_rms`` holds the root of P, so that no value of the input is too large or too small for it.
 
     Args:
         num_features: C, the number of channels.
@@ -52,9 +53,9 @@ class PowerNorm(nn.Module):
     is called once between backward passes. ``spec`` is what evaluation computes.
     """
 
-    running_square: Tensor
+    running_rms: Tensor
     nu: Tensor
-    previous_square: Tensor
+    previous_rms: Tensor
     previous_count: Tensor
     num_batches_tracked: Tensor
     weight: nn.Parameter | None
@@ -95,7 +96,7 @@ class PowerNorm(nn.Module):
         )
         self.register_parameter("weight", empty((num_features,), device, dtype) if affine else None)
         self.register_parameter("bias", empty((num_features,), device, dtype) if affine else None)
-        for name, persistent in (("running_square", True), ("nu", True), ("previous_square", False)):
+        for name, persistent in (("running_rms", True), ("nu", True), ("previous_rms", False)):
             value = torch.zeros(num_features, device=device, dtype=dtype)
             self.register_buffer(name, value, persistent=persistent)
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=device))
@@ -104,7 +105,7 @@ class PowerNorm(nn.Module):
 
     def reset_running_stats(self) -> None:
         """Quadratic mean 1, nu 0, no batch seen."""
-        fill(self.running_square, 1.0)
+        fill(self.running_rms, 1.0)
         fill(self.nu, 0.0)
         self.num_batches_tracked.zero_()
 
@@ -117,6 +118,8 @@ class PowerNorm(nn.Module):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize; in training, move the running quadratic mean."""
         channel = self.spec.channel_dim
+        check_floating("input", input)
+        check_same_device("running_rms", self.running_rms, input)
         if input.dim() < 2 or input.shape[channel] != self.num_features:  # type: ignore[index]
             raise ValueError(
                 f"dim {channel} of input must be num_features={self.num_features}; got {tuple(input.shape)}"
@@ -128,8 +131,9 @@ class PowerNorm(nn.Module):
             )
             x = norm(x.to(torch.promote_types(x.dtype, torch.float32)), scaling)
         if not self.training:
-            mean, square = torch.zeros_like(self.running_square), self.running_square
-            y = normalize(x, self.spec, self.weight, self.bias, mask=mask, running_mean=mean, running_var=square)
+            rms = self.running_rms.to(torch.promote_types(x.dtype, torch.float32))
+            divisor = stabilized(rms, self.spec.eps)
+            y = normalize_by(x, None, divisor, self.weight, self.bias, channel, mask)  # type: ignore[arg-type]
             return y.to(input.dtype)
         y = power_norm(
             x,
@@ -149,19 +153,21 @@ class PowerNorm(nn.Module):
         """The quadratic mean that this step divides by; moves the running one."""
         repeated = recomputing()
         if not repeated:
-            self.previous_square.copy_(self.running_square)
+            self.previous_rms.copy_(self.running_rms)
             self.previous_count.copy_(self.num_batches_tracked)
         if x.numel() == 0:
-            return self.previous_square.clone()
-        square = statistics(x, self.spec, mask).square.reshape(-1)
+            return self.previous_rms.clone()
+        rms = batch_deviation(upcast(x), self.spec.replace(eps=0.0), mask)[1].reshape(-1)
+        previous = self.previous_rms.to(rms.dtype)
         step = self.previous_count + 1
         warming = step <= self.warmup
         if not repeated:
             seen = torch.ones_like(step) if mask is None else mask.bool().any().long()
-            average, moving = 1 / step.to(square.dtype), torch.full_like(square[0], 1 - self.alpha)
-            move(self.running_square, square, torch.where(warming, average, moving) * seen)
+            average, moving = 1 / step.to(rms.dtype), torch.full_like(rms[0], 1 - self.alpha)
+            share = torch.where(warming, average, moving) * seen
+            self.running_rms.copy_(torch.hypot((1 - share).sqrt() * previous, share.sqrt() * rms))
             self.num_batches_tracked.add_(seen)
-        return torch.where(warming, square, self.previous_square.to(square.dtype))
+        return torch.where(warming, rms, previous)
 
     def extra_repr(self) -> str:
         return (

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating
 from normkit.functional import norm
 from normkit.nn._shared import Device, count, empty, fill
 from normkit.spec import NormSpec, OutputDtype, Rounding
@@ -46,6 +47,7 @@ class HeadNorm(nn.Module):
         fill(self.bias, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_floating("q or k", x)
         if x.dim() < 1 or x.shape[-1] != self.features:
             raise ValueError(f"the last dim must have {self.features} features; got shape {tuple(x.shape)}")
         weight = self.weight

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating
 from normkit.functional import norm
 from normkit.functional.other import linear
 from normkit.nn._shared import Device, count, empty, fill, number
@@ -64,8 +65,8 @@ class _Cell(nn.Module):
         return norm(z, spec, gain, bias)
 
     def _check(self, x: Tensor, name: str, state: Tensor) -> None:
-        if not x.is_floating_point():
-            raise TypeError(f"input must be floating point; got {x.dtype}. Convert it first, for example x.float().")
+        check_floating("input", x)
+        check_floating(name, state)
         if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(f"input must be (I,) or (B, I) with I = {self.input_size}; got shape {tuple(x.shape)}")
         wanted = (*x.shape[:-1], self.hidden_size)
@@ -104,6 +105,7 @@ class _GRUCell(_Cell):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """One step: the next hidden state."""
+        check_floating("input", input)
         h = self._zeros(input) if hx is None else hx
         self._check(input, "hx", h)
         split = 2 * self.hidden_size
@@ -144,6 +146,7 @@ class _LSTMCell(_Cell):
 
     def forward(self, input: Tensor, hx: State | None = None) -> State:
         """One step: the next (hidden state, cell state)."""
+        check_floating("input", input)
         h, c = (self._zeros(input), self._zeros(input)) if hx is None else hx
         self._check(input, "hx[0]", h)
         self._check(input, "hx[1]", c)
@@ -281,6 +284,7 @@ class _Sequence(nn.Module):
 
     def forward(self, input: Tensor, hx: Tensor | State | None = None) -> tuple[Tensor, Tensor | State]:
         """The last layer's hidden states at every step, and every layer's final state."""
+        check_floating("input", input)
         if input.dim() not in (2, 3):
             raise ValueError(f"input must be (T, I) or (T, B, I); got shape {tuple(input.shape)}")
         time = 1 if self.batch_first and input.dim() == 3 else 0
@@ -314,7 +318,11 @@ class _Sequence(nn.Module):
         if hx is None:
             zeros = x.new_zeros(wanted)
             hx = (zeros, zeros) if self._cell._gates == 4 else zeros
+        if isinstance(hx, tuple) != (self._cell._gates == 4):
+            wanted_kind = "a pair (h, c)" if self._cell._gates == 4 else "one tensor"
+            raise TypeError(f"hx must be {wanted_kind}; got {type(hx).__name__}")
         for state in hx if isinstance(hx, tuple) else (hx,):
+            check_floating("hx", state)
             if tuple(state.shape) != wanted:
                 raise ValueError(f"hx has shape {tuple(state.shape)}; input needs {wanted}")
         if isinstance(hx, tuple):
@@ -331,24 +339,72 @@ class _Sequence(nn.Module):
 
 
 class LayerNormGRU(_Sequence):
-    """`LayerNormGRUCell` over a sequence: `torch.nn.GRU`'s constructor, call and result, without packed sequences."""
+    """`LayerNormGRUCell` over a sequence, in layers and directions: ``h_t = cell(x_t, h_(t-1))``.
+
+    Args:
+        input_size: I.
+        hidden_size: H.
+        num_layers: how many layers; each reads the outputs of the one before.
+        bias: whether the norms have biases.
+        batch_first: True for ``(B, T, I)``.
+        dropout: between layers, in training.
+        bidirectional: whether every layer also runs backwards; L is ``num_layers``, or twice that.
+        device: where the parameters live.
+        dtype: their dtype.
+        eps: of every norm.
+        per_gate: True gives every gate a statistic of its own.
+
+    Shape:
+        input ``(T, B, I)`` or ``(T, I)``; hx ``(L, B, H)`` or ``(L, H)`` (zeros if None). Returns the outputs
+        ``(T, B, H)`` (or ``2 H``) and the last states, of hx's shape.
+
+    Raises:
+        ValueError, TypeError: an argument outside its domain, or inputs that do not fit.
+
+    Differs from `torch.nn.GRU`, whose constructor, call and result it has: the cells (`LayerNormGRUCell`, under
+    ``cells``), and it takes no packed sequences.
+    """
 
     _cell = LayerNormGRUCell
 
 
 class RMSNormGRU(_Sequence):
-    """`RMSNormGRUCell` over a sequence: `torch.nn.GRU`'s constructor, call and result, without packed sequences."""
+    """`LayerNormGRU` with `RMSNormGRUCell` (arXiv:1910.07467) in place of `LayerNormGRUCell`; all else equal."""
 
     _cell = RMSNormGRUCell
 
 
 class LayerNormLSTM(_Sequence):
-    """`LayerNormLSTMCell` over a sequence: `torch.nn.LSTM`'s constructor, call and result, without packed sequences."""
+    """`LayerNormLSTMCell` over a sequence, in layers and directions: ``h_t = cell(x_t, h_(t-1))``.
+
+    Args:
+        input_size: I.
+        hidden_size: H.
+        num_layers: how many layers; each reads the outputs of the one before.
+        bias: whether the norms have biases.
+        batch_first: True for ``(B, T, I)``.
+        dropout: between layers, in training.
+        bidirectional: whether every layer also runs backwards; L is ``num_layers``, or twice that.
+        device: where the parameters live.
+        dtype: their dtype.
+        eps: of every norm.
+        per_gate: True gives every gate a statistic of its own.
+
+    Shape:
+        input ``(T, B, I)`` or ``(T, I)``; hx a pair of ``(L, B, H)`` or ``(L, H)`` (zeros if None). Returns the outputs
+        ``(T, B, H)`` (or ``2 H``) and the last states, of hx's shape.
+
+    Raises:
+        ValueError, TypeError: an argument outside its domain, or inputs that do not fit.
+
+    Differs from `torch.nn.LSTM`, whose constructor, call and result it has: the cells (`LayerNormLSTMCell`, under
+    ``cells``), and it takes no packed sequences.
+    """
 
     _cell = LayerNormLSTMCell
 
 
 class RMSNormLSTM(_Sequence):
-    """`RMSNormLSTMCell` over a sequence: `torch.nn.LSTM`'s constructor, call and result, without packed sequences."""
+    """`LayerNormLSTM` with `RMSNormLSTMCell` (arXiv:1910.07467) in place of `LayerNormLSTMCell`; all else equal."""
 
     _cell = RMSNormLSTMCell

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from normkit.checks import check_floating, check_same_device
 from normkit.functional.other import blank
-from normkit.functional.renorm import batch_renorm
-from normkit.nn._shared import Device, count, empty, fill, move, number, recomputing
+from normkit.functional.renorm import batch_renorm, normalize_by
+from normkit.nn._shared import Device, count, empty, fill, load_uncounted, move, number, recomputing
 from normkit.reference import normalize, statistics
 from normkit.spec import NormSpec
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """A value that moves in a straight line from ``start`` to ``stop`` between two training steps."""
+    """A value that moves in a straight line from ``start`` to ``stop`` between the steps ``first`` and ``last``."""
 
     start: float
     stop: float
@@ -66,6 +68,10 @@ class _Batch(nn.Module):
         self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=device))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
+        load_uncounted(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def reset_running_stats(self) -> None:
         """Forget every batch seen."""
         fill(self.running_mean, 0.0)
@@ -79,6 +85,8 @@ class _Batch(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         channel = self.spec.channel_dim
+        check_floating("input", x)
+        check_same_device("running_mean", self.running_mean, x)
         if x.dim() < 2 or x.shape[channel] != self.num_features:  # type: ignore[index]
             raise ValueError(f"dim {channel} of input must be num_features={self.num_features}; got {tuple(x.shape)}")
         if self.training and 0 < x.numel() <= self.num_features:
@@ -169,17 +177,9 @@ class BatchRenorm(_Batch):
         """Normalize; in training, move the running statistics."""
         self._check(input)
         if not self.training:
-            spec = self.spec.replace(eps=0.0)  # running_std has eps inside
-            wide = torch.promote_types(input.dtype, torch.float32)
-            return normalize(
-                input,
-                spec,
-                self.weight,
-                self.bias,
-                mask=mask,
-                running_mean=self.running_mean,
-                running_var=self.running_std.to(torch.promote_types(self.running_std.dtype, wide)).square(),
-            )
+            channel = self.spec.channel_dim
+            mean, std = self.running_mean, self.running_std  # which has eps inside
+            return normalize_by(input, mean, std, self.weight, self.bias, channel, mask)  # type: ignore[arg-type]
         repeated = recomputing()
         if not repeated:
             with torch.no_grad():

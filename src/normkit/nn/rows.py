@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from normkit import functional as F
+from normkit.checks import check_dtype, check_number
 from normkit.functional import as_shape
+from normkit.functional.core import make_spec
 from normkit.functional.evaluate import compute_row
 from normkit.spec import NormSpec, OutputDtype, Rounding, check_eps
 
@@ -22,6 +24,8 @@ class _RowNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
+    _centered: bool
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -34,25 +38,49 @@ class _RowNorm(nn.Module):
         channel_dim: int,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        partial: float = 1.0,
     ) -> None:
         super().__init__()
         if eps is not None:
             check_eps(eps)
+        check_dtype(dtype)
         self.normalized_shape = as_shape(normalized_shape)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
-        self.weight_offset = float(weight_offset)
+        self.weight_offset = check_number("weight_offset", weight_offset)
         self.rounding: Rounding = rounding
         self.output_dtype: OutputDtype = output_dtype
         self.channel_dim = channel_dim
-        NormSpec(eps=eps or 0.0, weight_offset=weight_offset, rounding=rounding, output_dtype=output_dtype)  # validates
+        self.partial = partial
+        if channel_dim not in (-1, 1) or (channel_dim == 1 and len(self.normalized_shape) != 1):
+            raise ValueError(
+                f"channel_dim must be -1, or 1 with one feature dim; got {channel_dim!r} with normalized_shape "
+                f"{self.normalized_shape}"
+            )
 
         def parameter() -> nn.Parameter:
             return nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
 
         self.register_parameter("weight", parameter() if elementwise_affine else None)
         self.register_parameter("bias", parameter() if elementwise_affine and bias else None)
+        _ = self.spec  # validates
         self.reset_parameters()
+
+    @property
+    def spec(self) -> NormSpec:
+        """What this module computes. (``eps=None`` is that of float32 and of half-precision input.)"""
+        last = -1 if len(self.normalized_shape) == 1 else tuple(range(-len(self.normalized_shape), 0))
+        return make_spec(
+            channel_dim=last if self.channel_dim == -1 else self.channel_dim,
+            partial=self.partial,
+            centered=self._centered,
+            eps=torch.finfo(torch.float32).eps if self.eps is None else self.eps,
+            has_weight=self.weight is not None,
+            weight_offset=self.weight_offset if self.weight is not None else 0.0,
+            has_bias=self.bias is not None,
+            rounding=self.rounding,
+            output_dtype=self.output_dtype,
+        )
 
     def reset_parameters(self) -> None:
         """Gain 1 (a stored weight of 1 - weight_offset), bias 0."""
@@ -63,7 +91,10 @@ class _RowNorm(nn.Module):
 
     def extra_repr(self) -> str:
         shown = [f"{self.normalized_shape}", f"eps={self.eps}", f"elementwise_affine={self.elementwise_affine}"]
+        if self._centered or self.bias is not None:  # as torch's, whose RMSNorm has none
+            shown.append(f"bias={self.bias is not None}")
         defaults = {"weight_offset": 0.0, "rounding": "after_gain", "output_dtype": "input", "channel_dim": -1}
+        defaults["partial"] = 1.0
         shown += [f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value]
         return ", ".join(shown)
 
@@ -93,6 +124,8 @@ class LayerNorm(_RowNorm):
 
     Differs from `torch.nn.LayerNorm`: see `normkit.functional.layer_norm`. Same state_dict.
     """
+
+    _centered = True
 
     def __init__(
         self,
@@ -171,6 +204,8 @@ class RMSNorm(_RowNorm):
     Differs from `torch.nn.RMSNorm`: see `normkit.functional.rms_norm`. Same state_dict.
     """
 
+    _centered = False
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -197,8 +232,8 @@ class RMSNorm(_RowNorm):
             channel_dim,
             device,
             dtype,
+            partial,
         )
-        self.partial = partial
 
     def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize; with ``residual``, normalize the sum and return ``(y, stream)``."""

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from normkit.checks import check_same_device
 from normkit.functional.batch import holds_one, refuse_one, store
 from normkit.functional.evaluate import compute, evaluate
 from normkit.functional.running import Moments, advance, moments
@@ -71,6 +72,8 @@ def normalize_batch(
     Raises:
         ValueError: one value per channel under ``single="error"``, or under ``"running"`` without running statistics.
     """
+    if module.running_mean is not None:
+        check_same_device("running_mean", module.running_mean, x)
     if alone is None:
         alone = holds_one(x, spec, mask)
     if alone:
@@ -115,6 +118,8 @@ def check_single(single: str) -> Single:
 
 def check_momentum(momentum: float | None) -> float | None:
     """Validate a momentum: None is a plain average over batches."""
+    if momentum is not None and (isinstance(momentum, bool) or not isinstance(momentum, float | int)):
+        raise TypeError(f"momentum must be a number, or None for a plain average over batches; got {momentum!r}")
     if momentum is not None and not 0 <= momentum <= 1:
         raise ValueError(f"momentum must be in [0, 1], or None for a plain average over batches; got {momentum!r}")
     return momentum

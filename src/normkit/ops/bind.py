@@ -50,7 +50,8 @@ def operator(spec: NormSpec) -> Bound | None:
 
 
 def _plain_statistic(spec: NormSpec) -> bool:
-    return spec.statistic == "mean_square" and spec.eps_at == "variance" and spec.partial == 1
+    # Without an eps the reference scales small rows up, and takes 0 / 0 for 0.
+    return spec.statistic == "mean_square" and spec.eps_at == "variance" and spec.partial == 1 and spec.eps > 0
 
 
 def _dtype(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype | None:
@@ -92,7 +93,7 @@ def _rows(spec: NormSpec) -> Bound | None:
     ) -> Tensor | None:  # fmt: skip
         if mask is not None or (weight is not None) != takes_weight or (bias is not None) != takes_bias:
             return None
-        if (gate is not None) != gated:
+        if (gate is not None) != gated or x.numel() == 0 or not x.is_floating_point():
             return None
         dtype = _dtype(spec, x, weight, bias)
         rounds = before
@@ -104,7 +105,10 @@ def _rows(spec: NormSpec) -> Bound | None:
             if out is None:
                 return plain(x, weight, bias, eps, offset, in_input, rounds, dtype)
             return into(x, weight, bias, eps, offset, in_input, rounds, out=out)
-        if (everywhere and x.dtype in _HALF) or x.dim() < ndim or (groups > 1 and x.shape[-1] % groups):
+        least = max(ndim, 2 if first else 1)
+        if (everywhere and x.dtype in _HALF) or x.dim() < least or (groups > 1 and x.shape[-1] % groups):
+            return None
+        if any(t is not None and t.dim() < ndim for t in (weight, bias, gate)):
             return None
         if first:
             return None if out is not None else _first(x, weight, bias, plain, eps, offset, in_input, rounds, dtype)
@@ -161,7 +165,8 @@ def _plain_channels(spec: NormSpec) -> bool:
 
 def _matches(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the arguments are those that the spec announces. (What else is wrong, the operator refuses.)"""
-    return (weight is not None) == spec.has_weight and (bias is not None) == spec.has_bias and x.dim() >= 2
+    given = (weight is not None) == spec.has_weight and (bias is not None) == spec.has_bias
+    return given and x.dim() >= 2 and x.numel() > 0 and x.is_floating_point()
 
 
 def _gain(spec: NormSpec, x: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -189,7 +194,7 @@ def _channels(spec: NormSpec) -> Bound | None:
     ) -> Tensor | None:  # fmt: skip
         if gate is not None or (mask is not None and axes != "batch") or not _matches(spec, x, weight, bias):
             return None
-        if x.numel() == 0 or (axes == "instance" and x.dim() < 3):
+        if axes == "instance" and x.dim() < 3:
             return None
         v = x.movedim(-1, 1) if last else x
         target = out.movedim(-1, 1) if last and out is not None else out
@@ -228,7 +233,7 @@ def measuring(spec: NormSpec) -> Callable[..., tuple[Tensor, Tensor, Tensor, Ten
     def run(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | int] | None:
-        if not _matches(spec, x, weight, bias) or x.numel() == 0:
+        if not _matches(spec, x, weight, bias):
             return None
         v = x.movedim(-1, 1) if last else x
         gain = _gain(spec, x, weight)
@@ -238,7 +243,10 @@ def measuring(spec: NormSpec) -> Callable[..., tuple[Tensor, Tensor, Tensor, Ten
             y, mean, variance, counted = channels.batch_norm_train(v, gain, bias, _valid(mask), eps)
             count: Tensor | int = v.numel() // v.shape[1] if mask is None else counted
         elif mask is None and x.dim() > 2:
-            y, mean, variance = channels.group_norm_with_statistics(v, gain, bias, v.shape[1], eps)
+            found = channels.group_norm_with_statistics(v, gain, bias, v.shape[1], eps)
+            if found is None:
+                return None
+            y, mean, variance = found
             count = v[0, 0].numel()
         else:
             return None
@@ -257,7 +265,7 @@ def given(spec: NormSpec) -> Bound | None:
     def run(
         x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
-        if not _matches(spec, x, weight, bias) or x.numel() == 0:
+        if not _matches(spec, x, weight, bias):
             return None
         v = x.movedim(-1, 1) if last else x
         if mask is not None and mask.shape != v.shape[:1] + v.shape[2:]:

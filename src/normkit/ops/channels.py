@@ -58,12 +58,21 @@ def group_norm(
 
 def group_norm_with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`group_norm` with the mean and the variance (divided by n) of each sample and group, in float64."""
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`group_norm` with the mean and the variance (divided by n) of each sample and group, in float64.
+
+    None for arguments that the operator does not take.
+    """
     args = (x, weight, bias, groups, eps)
-    if needs_grad(x, weight, bias) and not _compiling():
-        return autograd.group_norm_with_statistics_function(*args)
-    return torch.ops.normkit.group_norm_with_statistics(*args)
+    if _compiling():
+        return torch.ops.normkit.group_norm_with_statistics(*args) if _fits(x, weight, bias) else None
+    try:
+        if needs_grad(x, weight, bias):
+            return autograd.group_norm_with_statistics_function(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.normkit.group_norm_with_statistics(*args)
+    except RuntimeError:
+        return None
 
 
 def instance_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -152,6 +161,8 @@ def batch_norm(
         if not _fits(x, mean, variance, weight, bias):
             return ref.batch_norm_reference(*args)
         return (torch.ops.normkit.batch_norm_frozen if needs else torch.ops.normkit.batch_norm)(*args)
+    if needs:  # running statistics may move before the backward, which must not see it
+        args = (x, mean.clone(), variance.clone(), weight, bias, args[5], eps)
     try:
         return autograd.batch_norm_frozen_function(*args) if needs else _batch_norm(*args)
     except RuntimeError:

@@ -44,6 +44,11 @@ class KeyValueCache:
         """How many positions are stored."""
         return next((k.shape[-2] for k in self.keys.values()), 0)
 
+    @property
+    def batch(self) -> int:
+        """How many samples are stored."""
+        return next((k.shape[0] for k in self.keys.values()), 0)
+
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``(B, K, T, D)`` and return all positions."""
         if layer in self.keys:
@@ -78,17 +83,22 @@ def allowed(
     mask = None
     bounded = window is not None and window < keys
     if (causal and queries > 1 and (bounded or valid is not None or queries != keys)) or bounded:
-        q = torch.arange(keys - queries, keys, device=device)[:, None]
-        k = torch.arange(keys, device=device)[None, :]
-        mask = k <= q if causal else torch.ones_like(k <= q)
+        mask = _lower(queries, keys, device) if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
         if bounded:
             assert window is not None
+            q = torch.arange(keys - queries, keys, device=device)[:, None]
+            k = torch.arange(keys, device=device)[None, :]
             mask = mask & (q - k < window) & (k - q < window)
         mask = mask[None, None]
     if valid is None:
         return mask
     padding = valid.to(torch.bool)[:, None, None, :]
     return padding if mask is None else mask & padding
+
+
+def _lower(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Which key each query may see under causality, ``(T, S)``; the last query stands at the last key."""
+    return torch.arange(keys, device=device)[None, :] <= torch.arange(keys - queries, keys, device=device)[:, None]
 
 
 class Attention(nn.Module):
@@ -109,13 +119,14 @@ class Attention(nn.Module):
         qk_norm: None; ``"head"``: queries and keys are normalized within each head (Qwen 3); ``"full"``: over all
             heads at once, before they are cut apart (OLMo 2).
         make_norm: makes those norms from their number of features.
-        layer: this layer's key in the cache.
+        layer: this layer's number, its key in the cache; needed where a cache is given.
 
     Shape:
         ``(B, T, C)`` in and out.
 
     Raises:
-        ValueError: heads that do not divide.
+        ValueError: heads that do not divide; at the call, a cache without ``layer``.
+        TypeError: a floating point mask at the call.
     """
 
     def __init__(
@@ -132,7 +143,7 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         qk_norm: Literal["head", "full"] | None = None,
         make_norm: Callable[[int], nn.Module] | None = None,
-        layer: int = 0,
+        layer: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -165,6 +176,7 @@ class Attention(nn.Module):
         self.key_norm: nn.Module | None = None
         self.value_norm: nn.Module | None = None
         self.inner_norm: nn.Module | None = None
+        self.head_scale: nn.Parameter | None
         self.register_parameter("head_scale", None)
         if make_norm is not None and qk_norm is not None:
             self.query_norm = make_norm(wide if self.full_width else self.head_dim)
@@ -175,14 +187,17 @@ class Attention(nn.Module):
         return attention_roles("query", "key", "value", "output")
 
     def adapt(self, wanted: Sequence[str], make_norm: Callable[[int], nn.Module]) -> None:
-        """Take in what a placement puts inside the branch: ``"inner"``, ``"qkv"`` or ``"head_scale"``."""
-        if "inner" in wanted:
+        """Take in what a placement puts inside the branch: ``"inner"``, ``"qkv"`` or ``"head_scale"``.
+
+        What an earlier call put in stays, so that one module may serve in several branches.
+        """
+        if "inner" in wanted and self.inner_norm is None:
             self.inner_norm = make_norm(self.heads * self.head_dim)
-        if "qkv" in wanted:
+        if "qkv" in wanted and self.value_norm is None:
             self.full_width = False
             self.query_norm, self.key_norm = make_norm(self.head_dim), make_norm(self.head_dim)
             self.value_norm = make_norm(self.head_dim)
-        if "head_scale" in wanted:
+        if "head_scale" in wanted and self.head_scale is None:
             ones = torch.ones(self.heads, device=self.query.weight.device, dtype=self.query.weight.dtype)
             self.head_scale = nn.Parameter(ones)
 
@@ -201,8 +216,8 @@ class Attention(nn.Module):
         Args:
             x: ``(B, T, C)``.
             memory: ``(B, S, C)`` for cross-attention; x itself by default.
-            mask: True where a query may see a key, broadcast to ``(B, H, T, S)``.
-            causal: with ``mask=None``: position t sees positions up to t.
+            mask: True (or 1) where a query may see a key, broadcast to ``(B, H, T, S)``.
+            causal: a position sees no later ones, whatever the mask says. The last query stands at the last key.
             rotary: the table of x's positions, from `rotary_table`.
             cache: keys and values of earlier positions, extended in place.
         """
@@ -218,6 +233,8 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None and memory is None:
+            if self.layer is None:
+                raise ValueError("a cache needs to know the layers apart: give each Attention its layer=, a number")
             k, v = cache.extend(self.layer, k, v)
         y = self._attend(q, k, v, mask, causal)  # (B, H, T, D)
         if self.head_scale is not None:
@@ -232,18 +249,25 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        causal = causal and mask is None and q.shape[-2] > 1
+        if mask is not None and mask.is_floating_point():
+            raise TypeError(f"mask must be True or 1 where a query may see a key; got {mask.dtype}")
+        mask = None if mask is None else mask.to(torch.bool)
+        alone = False  # whether causality is all there is, in the square form that torch has a flag for
+        if causal and q.shape[-2] > 1:
+            if mask is None and q.shape[-2] == k.shape[-2] and self.softcap is None:
+                alone = True
+            else:
+                before = _lower(q.shape[-2], k.shape[-2], q.device)
+                mask = before if mask is None else mask & before
         grouped = self.kv_heads != self.heads
         if self.softcap is None:
             return tf.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale, enable_gqa=grouped
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=alone, scale=self.scale, enable_gqa=grouped
             )
         if grouped:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scale
         scores = self.softcap * torch.tanh(scores / self.softcap)
-        if causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
             # A finite bound: a padded query that sees nothing gets an average, not NaN that would spread.
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -291,7 +315,7 @@ class FeedForward(nn.Module):
 
     def adapt(self, wanted: Sequence[str], make_norm: Callable[[int], nn.Module]) -> None:
         """Take in an inner norm; QKV-norm and head factors have no meaning here."""
-        if "inner" in wanted:
+        if "inner" in wanted and self.inner_norm is None:
             self.inner_norm = make_norm(self.hidden)
 
     def forward(self, x: Tensor) -> Tensor:

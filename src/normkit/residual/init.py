@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,15 @@ def init_for(
     Raises:
         ValueError: an unknown name or base, a missing depth, branches of another placement, roles that are needed
             and not declared.
+        TypeError: a module that is none.
+
+    A matrix of several branches (a sublayer used more than once) is initialized once.
     """
-    if isinstance(base, str) and base not in ("xavier_normal", "xavier_uniform", "kaiming_normal", "keep"):
-        raise ValueError(
-            f"base must be 'xavier_normal', 'xavier_uniform', 'kaiming_normal', 'keep' or a number; got {base!r}"
-        )
+    check_base(base)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
+    if isinstance(wiring, str) and depth is not None:
+        schedule(wiring, depth, other_depth=other_depth, stack=stack)
     branches = [(name, m) for name, m in module.named_modules() if isinstance(m, Residual)]
     if not branches:
         row = _row(wiring, depth, other_depth, stack, kind)
@@ -71,6 +75,7 @@ def init_for(
         raise ValueError("roles= goes with a single sublayer; a Residual declares its own")
     accepted = _accepted(wiring, depth, other_depth, stack)
     gains: dict[str, float] = {}
+    done: dict[Any, float] = {}
     for name, branch in branches:
         if branch.placement.name not in accepted:
             raise ValueError(
@@ -82,15 +87,19 @@ def init_for(
                 f"branch {name!r} was built with gain {branch.placement.init_gain:.6g}; init_for was asked for "
                 f"{' or '.join(f'{g:.6g}' for g in sorted(accepted[branch.placement.name]))}: depth or stack differ"
             )
-        gains |= initialize_branch(branch, name, base, generator)
+        gains |= initialize_branch(branch, name, base, generator, done)
     return gains
 
 
 @torch.no_grad()
 def initialize_branch(
-    branch: Residual, name: str = "", base: Base = "xavier_normal", generator: torch.Generator | None = None
+    branch: Residual,
+    name: str = "",
+    base: Base = "xavier_normal",
+    generator: torch.Generator | None = None,
+    done: dict[Any, float] | None = None,
 ) -> dict[str, float]:
-    """Initialize one branch by its own placement; see `init_for`."""
+    """Initialize one branch by its own placement, but for the matrices in ``done``; see `init_for`."""
     prefix = f"{name}." if name else ""
     gains = {}
     for sublayer, roles, path in (
@@ -98,7 +107,7 @@ def initialize_branch(
         (branch.parallel, branch.parallel_roles, "parallel"),
     ):
         if sublayer is not None:
-            gains |= _apply(branch.placement, sublayer, roles, f"{prefix}{path}.", base, generator)
+            gains |= _apply(branch.placement, sublayer, roles, f"{prefix}{path}.", base, generator, done)
     if branch.branch_scale is not None:
         branch.branch_scale.fill_(branch.placement.branch_scale)
     for bias in (branch.input_bias, branch.output_bias):
@@ -115,7 +124,9 @@ def _apply(
     prefix: str,
     base: Base,
     generator: torch.Generator | None,
+    done: dict[Any, float] | None = None,
 ) -> dict[str, float]:
+    done = {} if done is None else done
     needed = {*row.init_roles, *row.zero_roles}
     if needed and not any(m.role in needed for m in roles):
         raise ValueError(
@@ -128,6 +139,16 @@ def _apply(
         assert isinstance(sublayer, nn.Module)
         gain = gain_of(row, matrix.role)
         view = matrix.view(sublayer)
+        key = id(sublayer.get_parameter(matrix.path)), matrix.start, matrix.stop
+        part = f"[{matrix.start}:{matrix.stop}]" if matrix.stop is not None else ""
+        gains[f"{prefix}{matrix.path}{part}"] = gain
+        if key in done:
+            if done[key] != gain:
+                raise ValueError(
+                    f"{prefix}{matrix.path} is in several branches, with gains {done[key]:.6g} and {gain:.6g}"
+                )
+            continue
+        done[key] = gain
         if gain == 0:
             view.zero_()
         elif base == "keep":
@@ -138,9 +159,15 @@ def _apply(
         bias = getattr(owner, "bias", None)
         if isinstance(bias, Tensor) and base != "keep":
             bias.zero_()
-        part = f"[{matrix.start}:{matrix.stop}]" if matrix.stop is not None else ""
-        gains[f"{prefix}{matrix.path}{part}"] = gain
     return gains
+
+
+def check_base(base: object) -> None:
+    """Refuse what is neither the name of a distribution nor a standard deviation."""
+    names = ("xavier_normal", "xavier_uniform", "kaiming_normal", "keep")
+    number = isinstance(base, int | float) and not isinstance(base, bool) and 0 <= base < math.inf
+    if base not in names and not number:
+        raise ValueError(f"base must be {', '.join(map(repr, names))} or a standard deviation >= 0; got {base!r}")
 
 
 def gain_of(row: Placement, role: Role) -> float:
@@ -178,7 +205,7 @@ def _row(
         return wiring
     if isinstance(wiring, Schedule):
         raise ValueError("a Schedule differs by layer: give the sublayer's own Placement, schedule.branch(layer, kind)")
-    return placement(wiring, depth=depth, other_depth=other_depth, stack=stack, sublayer=kind, layer=1)
+    return placement(wiring, depth=depth, other_depth=other_depth, stack=stack, kind=kind, layer=1)
 
 
 def _accepted(
@@ -191,7 +218,7 @@ def _accepted(
     if isinstance(wiring, Schedule):
         rows = [wiring.branch(layer, kind) for layer in range(1, wiring.depth + 1) for kind in kinds]
     elif depth is None:
-        rows = [placement(wiring, other_depth=other_depth, stack=stack, layer=1, sublayer=kind) for kind in kinds]
+        rows = [placement(wiring, other_depth=other_depth, stack=stack, layer=1, kind=kind) for kind in kinds]
     else:
         return _accepted(schedule(wiring, depth, other_depth=other_depth, stack=stack), None, None, stack)
     return {name: {row.init_gain for row in rows if row.name == name} for name in {row.name for row in rows}}

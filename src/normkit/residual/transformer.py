@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.nn import build
-from normkit.placement import Schedule, Sublayer, schedule
+from normkit.placement import Placement, Schedule, Sublayer, schedule
 from normkit.residual.attention import (
     Activation,
     Attention,
@@ -20,8 +21,9 @@ from normkit.residual.attention import (
     allowed,
     rotary_table,
 )
-from normkit.residual.branch import FusingModule, Residual, Stream, finish
-from normkit.residual.init import Base, initialize_branch
+from normkit.residual.branch import Residual
+from normkit.residual.init import Base, check_base, initialize_branch
+from normkit.residual.stream import FusingModule, Stream, finish
 from normkit.spec import NormSpec
 
 Kind = Literal["decoder", "encoder", "encoder_decoder"]
@@ -40,7 +42,7 @@ class TransformerConfig:
         heads, kv_heads, head_dim: see `Attention`.
         kind: ``"decoder"`` (causal), ``"encoder"`` or ``"encoder_decoder"``.
         encoder_depth: the encoder's layers in a pair; ``depth`` by default.
-        placement: a name of `normkit.PLACEMENTS` or `normkit.SCHEDULES`.
+        placement: a name of `normkit.PLACEMENTS` or `normkit.SCHEDULES`, or a `normkit.Placement` for every branch.
         norm: the spec of every norm over the stream.
         final_norm: whether a norm ends the stack; by default as the placement says.
         embedding_norm: whether a norm follows the embeddings.
@@ -65,6 +67,7 @@ class TransformerConfig:
 
     Raises:
         ValueError: a field outside its domain.
+        TypeError: a norm that is no spec.
     """
 
     vocab: int
@@ -75,7 +78,7 @@ class TransformerConfig:
     head_dim: int | None = None
     kind: Kind = "decoder"
     encoder_depth: int | None = None
-    placement: str = "pre"
+    placement: str | Placement = "pre"
     norm: NormSpec = _RMS
     final_norm: bool | None = None
     embedding_norm: bool = False
@@ -107,19 +110,45 @@ class TransformerConfig:
     embedding_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "depth", "heads", "max_positions"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1; got {value!r}")
+        self._check_numbers()
+        check_base(self.base)
+        if not isinstance(self.norm, NormSpec):
+            raise TypeError(f"norm must be a NormSpec; got {type(self.norm).__name__}")
+        if self.norm.axes != "features" or self.norm.channel_dim != -1:
+            raise ValueError(
+                f"norm must be over the last dim of each token (axes='features', channel_dim=-1); "
+                f"got axes={self.norm.axes!r}, channel_dim={self.norm.channel_dim!r}"
+            )
         for name, choices in (("kind", get_args(Kind)), ("positions", get_args(Positions))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {getattr(self, name)!r}")
         if self.encoder_depth is not None and self.kind != "encoder_decoder":
             raise ValueError(f"encoder_depth={self.encoder_depth} needs kind='encoder_decoder'; got {self.kind!r}")
-        if not self.windows or any(w is not None and w < 1 for w in self.windows):
+        listed = isinstance(self.windows, tuple | list) and len(self.windows) > 0
+        if not listed or any(w is not None and w < 1 for w in self.windows):
             raise ValueError(f"windows must hold None or sizes >= 1; got {self.windows!r}")
         if self.final_norm is False and self.schedule().second_stream:
             raise ValueError(f"placement {self.placement!r} ends in a norm of its second stream: leave final_norm away")
+        size = self.dim // self.heads if self.head_dim is None else self.head_dim
+        if self.positions == "rotary" and size % 2:
+            raise ValueError(f"head_dim={size} must be even for rotary positions")
+
+    def _check_numbers(self) -> None:
+        whole = ("vocab", "dim", "depth", "heads", "max_positions")
+        optional = ("kv_heads", "head_dim", "ffn_dim", "encoder_depth")
+        for name in (*whole, *optional, "token_types"):
+            value, low = getattr(self, name), 0 if name == "token_types" else 1
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} must be an integer >= {low}; got {value!r}")
+        positive = ("rope_theta", "attention_softcap", "logit_softcap", "attention_scale")
+        for name in (*positive, "embedding_std"):
+            value = getattr(self, name)
+            if value is None and name in positive:
+                continue
+            if not math.isfinite(value) or value < 0 or (name in positive and value == 0):
+                raise ValueError(f"{name} must be a finite number {'>' if name in positive else '>='} 0; got {value!r}")
 
     def schedule(self, *, encoder: bool = False) -> Schedule:
         """The placements of the decoder's (or only) stack, or of a pair's encoder."""
@@ -132,7 +161,7 @@ class TransformerConfig:
 
 
 class TransformerLayer(nn.Module):
-    """Attention, cross-attention (in a pair's decoder) and feed-forward layer, each a `Residual`."""
+    """Attention, cross-attention (in a pair's decoder) and feed-forward layer, each a `Residual`; stream to stream."""
 
     def __init__(
         self, config: TransformerConfig, plan: Schedule, number: int, make: Callable[[int], nn.Module]
@@ -177,6 +206,24 @@ class TransformerLayer(nn.Module):
         self.cross = branch(attention(), "cross_attention") if crossed else None
         self.ffn = None if plan.parallel else branch(ffn, "ffn")
 
+    def forward(
+        self,
+        stream: Stream,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Stream:
+        stream, _ = self.attention.step(stream, mask=mask, causal=causal, rotary=rotary, cache=cache)
+        if self.cross is not None:
+            stream, _ = self.cross.step(stream, memory, mask=memory_mask)
+        if self.ffn is not None:
+            stream, _ = self.ffn.step(stream)
+        return stream
+
 
 class TransformerStack(FusingModule):
     """Layers in a row over one stream, with the final norm that the placement asks for."""
@@ -215,11 +262,15 @@ class TransformerStack(FusingModule):
         for layer in self.layers:
             assert isinstance(layer, TransformerLayer)
             mask = masks[layer.window]
-            stream, _ = layer.attention.step(stream, mask=mask, causal=self.causal, rotary=rotary, cache=cache)
-            if layer.cross is not None:
-                stream, _ = layer.cross.step(stream, memory, mask=seen)
-            if layer.ffn is not None:
-                stream, _ = layer.ffn.step(stream)
+            stream = layer(
+                stream,
+                mask=mask,
+                causal=self.causal and mask is None,
+                rotary=rotary,
+                cache=cache,
+                memory=memory,
+                memory_mask=seen,
+            )
         return finish(stream, self.final_norm, fuse=self.fuses("final_norm"))
 
 
@@ -311,6 +362,7 @@ class Transformer(nn.Module):
         source_mask: Tensor | None = None,
     ) -> Tensor:
         """The states ``(B, T, C)`` after the final norm; arguments as `forward`."""
+        self._check(tokens, mask, types, cache, source, source_mask)
         memory = self._memory(source, source_mask, cache)
         start = 0 if cache is None else cache.length
         x, rotary = self._embed(tokens, types, start)
@@ -325,10 +377,49 @@ class Transformer(nn.Module):
         cap = self.config.logit_softcap
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
+    def _check(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        types: Tensor | None,
+        cache: KeyValueCache | None,
+        source: Tensor | None,
+        source_mask: Tensor | None,
+    ) -> None:
+        """Refuse arguments that do not fit before anything is computed or written to the cache."""
+        kind = self.config.kind
+        for name, value in (("tokens", tokens), ("source", source)):
+            if value is None:
+                continue
+            if value.is_floating_point() or value.dtype == torch.bool:
+                raise TypeError(f"{name} must be integers; got {value.dtype}")
+            if value.dim() != 2:
+                raise ValueError(f"{name} must be (B, T); got shape {tuple(value.shape)}")
+        if types is not None and self.segment is None:
+            raise ValueError("types needs token_types >= 1; this model has no segment embeddings")
+        for name, value in (("source", source), ("source_mask", source_mask)):
+            if value is not None and self.encoder is None:
+                raise ValueError(f"{name} needs kind='encoder_decoder'; this model is kind={kind!r}")
+        batch, length = tokens.shape
+        if source is not None and source.shape[0] != batch:
+            raise ValueError(f"source has {source.shape[0]} samples and tokens {batch}")
+        if cache is not None:
+            if kind == "encoder":
+                raise ValueError(
+                    "a cache needs a decoder: in an encoder earlier positions would have to see later ones"
+                )
+            if cache.length and cache.batch != batch:
+                raise ValueError(f"the cache holds {cache.batch} samples and tokens {batch}")
+            length = length + cache.length
+        shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [("mask", mask, (batch, length))]
+        if source is not None:
+            shapes.append(("source_mask", source_mask, tuple(source.shape)))
+        for name, value, shape in shapes:
+            if value is not None and tuple(value.shape) != shape:
+                raise ValueError(f"{name} must be {shape}, batch and positions; got shape {tuple(value.shape)}")
+
     def _memory(self, source: Tensor | None, valid: Tensor | None, cache: KeyValueCache | None) -> Tensor | None:
         if self.encoder is None:
-            if source is not None:
-                raise ValueError(f"source needs kind='encoder_decoder'; this model is kind={self.config.kind!r}")
             return None
         if cache is not None and cache.memory is not None:
             return cache.memory
@@ -342,8 +433,6 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens: Tensor, types: Tensor | None, start: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         c = self.config
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must be (B, T); got shape {tuple(tokens.shape)}")
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.embed(tokens)
         if c.embedding_scale != 1:

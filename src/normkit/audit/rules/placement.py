@@ -22,8 +22,8 @@ def missing_final_norm(evidence: Evidence, finding: Callable[..., Finding]) -> I
         if not _finals(evidence, stream):
             yield finding(
                 (branches[-1].name,),
-                f"is the last of {len(branches)} residual branches ({branches[-1].placement}-norm), and no norm follows "
-                "it: the head reads an unnormalized stream, whose scale grows with depth",
+                f"is the last of {len(branches)} residual branches ({branches[-1].placement}), and no norm follows it: "
+                "the head reads an unnormalized stream, whose scale grows with depth",
                 "add a final norm after the last block (in torch.nn.TransformerEncoder: the norm= argument)",
             )
 
@@ -37,7 +37,7 @@ def double_final_norm(evidence: Evidence, finding: Callable[..., Finding]) -> It
         if finals and last.slots.get("stream"):
             yield finding(
                 (*last.slots["stream"], *(n.name for n in finals)),
-                "normalizes the end of the stream twice: the last block is post-norm, and a final norm follows it directly",
+                "normalizes the end of the stream twice: the last block is post-norm, and a final norm follows it",
                 "leave out the final norm (in torch.nn.Transformer it is built in; publish it if weights depend on it)",
             )
 
@@ -61,7 +61,7 @@ def misleading_name(evidence: Evidence, finding: Callable[..., Finding]) -> Iter
     for (name, said, placement), where in groups.items():
         yield finding(
             where,
-            f"is called {name!r}, which reads as {said}; by dataflow it is {_PLACES[placement]}",
+            f"called {name!r}, which reads as {said}; by dataflow it is {_PLACES[placement]}",
             "trust the dataflow when porting weights or code",
         )
 

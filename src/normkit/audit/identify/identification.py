@@ -1,7 +1,7 @@
 """What a module computes, by behaviour: is it a norm, and which?
 
 The module is copied to the CPU and treated as a function of its input and of the tensors that it holds. Each field of
-the NormSpec is one measurement (the ``measure_*`` files); nothing is read from names, classes or attributes. A spec is
+the NormSpec is one measurement (one file beside this one); nothing is read from names, classes or attributes. A spec is
 reported only if the reference, given the module's own tensors, then predicts fresh outputs.
 """
 
@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.audit.measure_gate import gate_of, ignored, neutral
-from normkit.audit.measure_layout import Layout, Sharing, choose, layouts, sharing
-from normkit.audit.measure_other import norm_like
-from normkit.audit.measure_parameters import Use, all_finite, odd_and_even, typical, use_of
-from normkit.audit.measure_rounding import precision
-from normkit.audit.measure_running import Stored, stored_statistics
-from normkit.audit.measure_statistic import TINY, Division, division
-from normkit.audit.measure_verify import Binding, verify
-from normkit.audit.probe import LARGE, Key, NotANorm, Probe, Slot, tensors_of, undisturbed
+from normkit.audit.identify.gate import gate_of, ignored, neutral
+from normkit.audit.identify.layout import Layout, Sharing, choose, layouts, sharing
+from normkit.audit.identify.other import norm_like
+from normkit.audit.identify.parameters import Use, all_finite, odd_and_even, typical, use_of
+from normkit.audit.identify.probe import LARGE, Key, NotANorm, Probe, Slot, tensors_of, undisturbed
+from normkit.audit.identify.rounding import precision
+from normkit.audit.identify.running import Stored, stored_statistics
+from normkit.audit.identify.statistic import TINY, Division, division
+from normkit.audit.identify.verify import Binding, verify
 from normkit.spec import Kind, NormSpec
 
 _ASSUMED_EPS = 1e-6
@@ -353,7 +353,8 @@ def _fits(layout: Layout, shape: tuple[int, ...], gains: list[Use], biases: list
     for use in gains:
         if use.dims and use.dims != wanted and not (per_head and use.dims[-1] == n - 1):
             return False
-    return all(u.dims == wanted for u in biases)
+    over_heads = [u.dims for u in gains] if per_head else []
+    return all(u.dims == wanted or u.dims in over_heads for u in biases)
 
 
 def _shared_spec(

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from normkit.audit.measure_layout import box_of, changed
-from normkit.audit.probe import Probe, Slot
+from normkit.audit.identify.layout import box_of, changed
+from normkit.audit.identify.probe import Probe, Slot
 
 Role = Literal["none", "gain", "bias", "mean", "variance", "unknown"]
 Parts = Callable[[], tuple[Tensor, Tensor]]

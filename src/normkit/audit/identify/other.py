@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normkit.audit.measure_layout import Run, Sharing, sharing
-from normkit.audit.measure_parameters import all_finite, odd_and_even, use_of
-from normkit.audit.probe import NotANorm, Probe
+from normkit.audit.identify.layout import Run, Sharing, sharing
+from normkit.audit.identify.parameters import all_finite, odd_and_even, use_of
+from normkit.audit.identify.probe import NotANorm, Probe
 
 
 def norm_like(probe: Probe, run: Run, shape: tuple[int, ...]) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from normkit.audit.graph import flat_tensors
+from normkit.audit.trace.graph import flat_tensors
 
 aten = torch.ops.aten
 Note = Callable[[Any], None]

@@ -66,8 +66,8 @@ class Slot:
 
 
 @contextmanager
-def undisturbed() -> Generator[None]:
-    """Put back what a foreign forward may change: random states, default dtype, threads, grad and autocast modes."""
+def restored() -> Generator[None]:
+    """Put back what a foreign forward may change: random states, default dtype, threads, grad mode."""
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
@@ -75,20 +75,8 @@ def undisturbed() -> Generator[None]:
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     grad = torch.is_grad_enabled()
-    if threads != 1:
-        torch.set_num_threads(1)  # probes are small: waking threads costs more than it saves
     try:
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(torch.no_grad())
-            if torch.is_autocast_enabled("cpu"):
-                stack.enter_context(torch.autocast("cpu", enabled=False))
-            if torch.get_default_device().type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            if "torch._dynamo" in sys.modules:  # nothing can be compiled without it, and importing it is slow
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
+        yield
     finally:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
@@ -104,6 +92,24 @@ def undisturbed() -> Generator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if torch.is_grad_enabled() != grad:
             torch.set_grad_enabled(grad)
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """For probing: plain eager float32 on the CPU, on one thread; see `restored` for what is put back."""
+    with restored(), ExitStack() as stack:
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # probes are small: waking threads costs more than it saves
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if "torch._dynamo" in sys.modules:  # nothing can be compiled without it, and importing it is slow
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Literal["parameter", "buffer", "attribute"], bool]]:
@@ -126,7 +132,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Literal["parame
 def has_values(tensor: Tensor) -> bool:
     """Whether numbers can be read from it: not on the meta device, and no fake or sharded subclass."""
     plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, nn.Parameter | nn.Buffer)
-    return plain and not tensor.is_meta and tensor.layout is torch.strided
+    wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # a sharded parameter is both
+    return plain and not wrapped and not tensor.is_meta and tensor.layout is torch.strided
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -358,6 +365,8 @@ class Probe:
         example = tuple(self.examples[self.x_key].shape)
         if any(isinstance(v, Tensor) and v.dim() > 0 for k, v in self.examples.items() if k not in self.inputs):
             return [example]  # a mask or an index fits this shape only
+        if any(k not in (self.x_key, self.second) for k in self.inputs):
+            return [example]  # so does a third tensor, and operators exist that write out of bounds if it does not
         sizes = {n for s in self.slots for n in s.tensor.shape if n > 1}
         kept = [n in sizes or d == len(example) - 1 for d, n in enumerate(example)]
         shapes = [_shrink(example, kept)]

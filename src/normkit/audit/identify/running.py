@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.audit.measure_layout import Layout, Run, Sharing, choose, layouts, moved_box
-from normkit.audit.measure_parameters import Use, all_finite, neat, neat_eps, use_of
-from normkit.audit.measure_statistic import division
-from normkit.audit.probe import LARGE, NotANorm, Probe, Slot
+from normkit.audit.identify.layout import Layout, Run, Sharing, choose, layouts, moved_box
+from normkit.audit.identify.parameters import Use, all_finite, neat, neat_eps, use_of
+from normkit.audit.identify.probe import LARGE, NotANorm, Probe, Slot
+from normkit.audit.identify.statistic import division
 from normkit.spec import EpsAt, Running, Statistic
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.audit.measure_layout import Layout, Run
-from normkit.audit.measure_parameters import all_finite, neat_eps
-from normkit.audit.probe import NotANorm, Probe
+from normkit.audit.identify.layout import Layout, Run
+from normkit.audit.identify.parameters import all_finite, neat_eps
+from normkit.audit.identify.probe import NotANorm, Probe
 from normkit.spec import EpsAt, Statistic
 
 TINY = 2.0**-58

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from normkit.audit.measure_parameters import Use, all_finite
-from normkit.audit.measure_statistic import crossing_scale
-from normkit.audit.probe import LARGE, NotANorm, Probe
+from normkit.audit.identify.parameters import Use, all_finite
+from normkit.audit.identify.probe import LARGE, NotANorm, Probe
+from normkit.audit.identify.statistic import crossing_scale
 from normkit.reference import normalize
 from normkit.spec import NormSpec
 
@@ -37,7 +37,7 @@ class Binding:
             value = use.slot.base.to(dtype)
             if argument == "weight" and spec.weight_shape == "scalar":
                 given[argument] = value.reshape(1)
-            elif argument == "weight" and spec.weight_shape == "per_head":
+            elif spec.weight_shape == "per_head" and use.dims == self.uses["weight"].dims:
                 first, last = use.dims[0], self.rank - 1
                 given[argument] = value.reshape(self._sizes(use, range(first, last + 1)))
             else:

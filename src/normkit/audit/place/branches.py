@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from normkit.audit.graph import Ref
-from normkit.audit.place_flow import Add, Flow, Role
-from normkit.audit.place_stream import Streams
+from normkit.audit.place.flow import Add, Flow, Role
+from normkit.audit.place.streams import Streams
+from normkit.audit.trace.graph import Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _wiring(
     if has_output:
         return "output"
     if has_input:
-        return "scaled" if gain != 1 else "pre"
+        return "scaled" if gain != 1 else "layerscale" if learned == "vector" else "pre"
     return {"vector": "layerscale", "scalar": "rezero"}.get(learned or "", "none")
 
 

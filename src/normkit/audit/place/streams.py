@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from normkit.audit.place_flow import Add, Flow, Role
+from normkit.audit.place.flow import Add, Flow, Role
 
 
 class Streams:
@@ -29,6 +29,7 @@ class Streams:
         self._drop_joins()
         self.members = self._members()
         self.descends, self.reaches = self._sides()
+        self.leads_out = self._before({flow.vertex(v) for v in flow.trace.outputs} or set(range(len(flow.roles))))
 
     def _fill(self, add: Add) -> None:
         """The vertices between the source and the branch operand, and those on a projection shortcut."""
@@ -148,11 +149,15 @@ class Streams:
         for index in range(len(flow.roles)):
             if any(flow.vertex(v) in after or flow.vertex(v) in self.adds for v in flow.actives(index)):
                 after.add(index)
-        before: set[int] = set(self.adds)
-        for index in range(len(flow.roles) - 1, -1, -1):
+        return after, self._before(set(self.adds))
+
+    def _before(self, ends: set[int]) -> set[int]:
+        """Some vertices, and those whose activations they are computed from."""
+        before = set(ends)
+        for index in range(len(self.flow.roles) - 1, -1, -1):
             if index in before:
-                before.update(flow.vertex(v) for v in flow.actives(index))
-        return after, before
+                before.update(self.flow.vertex(v) for v in self.flow.actives(index))
+        return before
 
     def last_add(self, vertex: int) -> Add | None:
         """The latest block whose sum a vertex carries (through norms, activations, pooling and concatenation)."""
@@ -172,6 +177,16 @@ class Streams:
             elif link >= 0 and flow.roles[link] is Role.MERGE:
                 todo.extend(flow.root[value] for value in flow.actives(link))
         return self.adds[max(found)] if found else None
+
+    def continues(self, earlier: Add, later: Add) -> bool:
+        """Whether a block's sum, or a branch that it lies in, comes before another block on one stream."""
+        adds = self.flow.adds
+        for link in self.flow.chain(later.link) if later.link is not None else ():
+            if link < earlier.node:
+                return False
+            if link == earlier.node or (link in adds and earlier.node in adds[link].interior):
+                return True
+        return False
 
     def continued(self) -> set[int]:
         """The origins of streams from whose blocks another stream starts: a stage of a hierarchy, a backbone."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from normkit.audit.graph import Node, Ref, Trace
+from normkit.audit.trace.graph import Node, Ref, Trace
 
 
 class Role(Enum):
@@ -339,6 +339,8 @@ class Flow:
             tries = [(first, other) for other in others]
         found: Add | None = None
         for identity, branch in tries:
+            if self.is_behind(self.root[branch], self.root[identity]):
+                continue  # a pooling minus what it pools
             source = self._source(self.root[identity], branch, 1)
             if source is not None and (found is None or source > found.source):
                 found = Add(index, identity, branch, source, link=self.root[identity])
@@ -346,6 +348,13 @@ class Flow:
             found = self._projected(index, tries) or self._gated(index, tries)
         if found is not None:
             self.adds[index] = found
+
+    def is_behind(self, vertex: int, later: int) -> bool:
+        """Whether a vertex is an earlier point of the stream that ends at another one."""
+        for link in self.chain(later):
+            if link <= vertex:
+                return link == vertex
+        return False
 
     def _projected(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
         for identity, branch in tries:

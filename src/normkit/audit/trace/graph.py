@@ -162,7 +162,12 @@ class Trace:
         return sorted(seen)
 
     def replay(
-        self, nodes: Iterable[int], feeds: Mapping[int, Tensor], *, device: torch.device | str = "cpu"
+        self,
+        nodes: Iterable[int],
+        feeds: Mapping[int, Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        training: bool | None = None,
     ) -> dict[int, Tensor]:
         """Run some nodes again with other tensors.
 
@@ -170,6 +175,7 @@ class Trace:
             nodes: node indices; run in ascending order.
             feeds: value index -> tensor to use in its place (inputs, and any leaf to be replaced).
             device: where to run: leaves are moved there, and a factory's own device is replaced by it.
+            training: whether batch norms with running statistics use the batch's instead; None as recorded.
 
         Returns:
             Every value that was fed or computed. What was written in place is written on a copy.
@@ -204,6 +210,8 @@ class Trace:
                 kwargs = tree_map_only(Ref, lambda ref: fetch(ref.value), kwargs)
                 args = tree_map_only(torch.device, lambda _: target, args)
                 kwargs = tree_map_only(torch.device, lambda _: target, kwargs)
+                if training is not None and holds_running_statistics(node):
+                    args[BATCH_MODE] = training
                 result = node.op(*args, **kwargs)
                 made = flat_tensors(result)
                 for place in written:
@@ -216,6 +224,18 @@ class Trace:
 
 def _given(args: list[Any], kwargs: dict[str, Any], place: int | str) -> bool:
     return place < len(args) if isinstance(place, int) else place in kwargs
+
+
+_BATCH_NORMS = frozenset(["native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"])
+BATCH_MODE = 5
+"""The argument of a batch norm that says whether the batch's statistics are used; two stored ones come before it."""
+
+
+def holds_running_statistics(node: Node) -> bool:
+    """Whether a node is a batch norm with running statistics, whose mode is its module's."""
+    if node.op is None or node.op.overloadpacket.__name__ not in _BATCH_NORMS:
+        return False
+    return len(node.args) > BATCH_MODE and None not in node.args[BATCH_MODE - 2 : BATCH_MODE]
 
 
 _WRITTEN: dict[torch._ops.OpOverload, tuple[int | str, ...]] = {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.audit.probe import NotANorm, Probe
+from normkit.audit.identify.probe import NotANorm, Probe
 from normkit.spec import Axes
 
 Run = Callable[[Tensor], Tensor]

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from normkit.audit.measure_parameters import odd_and_even
-from normkit.audit.probe import LARGE, Probe
+from normkit.audit.identify.parameters import odd_and_even
+from normkit.audit.identify.probe import LARGE, Probe
 from normkit.spec import Gate
 
 _NEUTRAL = {"silu": 1.278464542761074, "sigmoid": 40.0}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normkit.audit.graph import (
+from normkit.audit.identify.probe import restored
+from normkit.audit.trace.graph import (
     Failure,
     Guess,
     ModuleCall,
@@ -35,7 +36,7 @@ from normkit.audit.graph import (
     flat_tensors,
     written_arguments,
 )
-from normkit.audit.meta import run_on_meta
+from normkit.audit.trace.meta import run_on_meta
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -77,6 +78,8 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     recorder = _Recorder(model)
     kwargs = dict(kwargs or {})
     with contextlib.ExitStack() as stack:
+        stack.enter_context(restored())
+        stack.enter_context(torch.inference_mode(False))  # it hides what composite operators are made of
         stack.enter_context(torch.no_grad())
         stack.enter_context(_no_fast_path())
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
@@ -88,7 +91,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
             with recorder, torch.compiler.set_stance("force_eager"):
                 output = model(*args, **kwargs)
             recorder.trace.outputs = recorder.lookup_all(output)
-        except Exception as error:  # the partial trace is the result; the caller decides
+        except (Exception, SystemExit) as error:  # the partial trace is the result; the caller decides
             recorder.trace.error = error
     recorder.close()
     return recorder.trace
@@ -99,7 +102,7 @@ def _cuda_devices(model: nn.Module) -> list[int]:
 
 
 @contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
+def _no_fast_path() -> Generator[None, None, None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -109,17 +112,26 @@ def _no_fast_path() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_attributes(model: nn.Module) -> Iterator[None]:
-    """Buffers and parameters that the forward rebinds are bound back (in-place writes: `_Recorder.restore`)."""
-    registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._buffers)]  # type: ignore[misc]
-    kept = [(registry, dict(registry)) for registry in registries]
+def _same_attributes(model: nn.Module) -> Generator[None, None, None]:
+    """What the forward rebinds, adds or appends to is as before (in-place writes of tensors: `_Recorder.restore`)."""
+    owners = [vars(m) for m in model.modules()]
+    kept = [(o, dict(o)) for o in owners]
+    holders = {id(v): v for o in owners for v in o.values() if isinstance(v, dict | list | set)}
+    contents = [(holder, holder.copy()) for holder in holders.values()]
     try:
         yield
     finally:
-        for registry, before in kept:
-            if registry.keys() != before.keys() or any(registry[name] is not before[name] for name in before):
-                registry.clear()
-                registry.update(before)
+        for holder, before in (*kept, *contents):
+            if not _same(holder, before):
+                holder.clear()
+                holder.extend(before) if isinstance(holder, list) else holder.update(before)
+
+
+def _same(holder: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that it held before."""
+    if isinstance(holder, dict):
+        return holder.keys() == before.keys() and all(holder[k] is before[k] for k in before)
+    return len(holder) == len(before) and all(a is b for a, b in zip(holder, before, strict=True))
 
 
 class _Recorder(TorchDispatchMode):
@@ -140,6 +152,10 @@ class _Recorder(TorchDispatchMode):
             self._leaf(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
             self._leaf(buffer, "buffer", name)
+        for name, module in model.named_modules():
+            for key, tensor in vars(module).items():
+                if isinstance(tensor, Tensor):
+                    self._leaf(tensor, "buffer", f"{name}.{key}".lstrip("."))
 
     # ---- values ----
 
@@ -313,7 +329,7 @@ class _Recorder(TorchDispatchMode):
     # ---- module calls ----
 
     @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
+    def hooks(self) -> Generator[None, None, None]:
         """Hooks on every module for the length of the run."""
         handles = []
         try:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from normkit.audit.probe import NotANorm, Probe
+from normkit.audit.identify.probe import NotANorm, Probe
 from normkit.reference import align, form_gain, output_dtype, reduced_dims
 from normkit.spec import NormSpec, partial_count
 
 if TYPE_CHECKING:
-    from normkit.audit.measure_verify import Binding
+    from normkit.audit.identify.verify import Binding
 
 _COMBINATIONS = (
     (torch.bfloat16, torch.bfloat16),

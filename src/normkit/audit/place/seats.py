@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from normkit.audit.graph import Trace
-from normkit.audit.place_branch import Branch, describe
-from normkit.audit.place_flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
-from normkit.audit.place_stream import Streams
+from normkit.audit.place.branches import Branch, describe
+from normkit.audit.place.flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
+from normkit.audit.place.streams import Streams
+from normkit.audit.trace.graph import Trace
 
 NormPlacement = Literal["pre", "post", "output", "final", "embedding", "qk", "inner", "conv", "head"]
 
@@ -94,12 +94,12 @@ class _Placer:
         self.streams = streams
         self.seats: dict[int, NormPlacement] = {}  # by dataflow, before norms around convolutions are renamed
         self._conv_branch: dict[int, bool] = {}
-        self._linked: set[int] = set()  # what both a branch and its projection shortcut read
+        self._linked: dict[int, Add] = {}  # what both a branch and its projection shortcut read
         for add in streams.adds.values():
             for link in flow.chain(add.link) if add.projected and add.link is not None else ():
                 if link in streams.adds:
                     break
-                self._linked.add(link)
+                self._linked.setdefault(link, add)
         self._inside: set[int] = set().union(*(add.interior for add in streams.adds.values()))
         self.around: dict[int, list[Add]] = {}
         for add in streams.adds.values():
@@ -136,14 +136,19 @@ class _Placer:
     def _relation(self, vertex: int, node: int) -> tuple[int, int]:
         """How many calls up from the caller of a norm, and from the holder of an add, their common call lies."""
         trace = self.flow.trace
-        nodes = self.flow.norms[vertex][1].nodes
-        caller = trace.nodes[vertex].call
-        while caller >= 0 and nodes and all(n in nodes for n in trace.calls[caller].nodes):
-            caller = trace.calls[caller].parent
-        ups = self._ancestors(caller)
+        ups = self._ancestors(self._caller(vertex))
         holders = self._ancestors(trace.nodes[node].call)
         common = next((c for c in ups if c in holders), -1)
         return ups.index(common), holders.index(common)
+
+    def _caller(self, vertex: int) -> int:
+        """The call of the module that a norm, itself a module or not, is part of."""
+        calls = self.flow.trace.calls
+        nodes = self.flow.norms[vertex][1].nodes
+        caller = self.flow.trace.nodes[vertex].call
+        while caller >= 0 and nodes and all(n in nodes for n in calls[caller].nodes):
+            caller = calls[caller].parent
+        return caller
 
     def _ancestors(self, call: int) -> list[int]:
         found = []
@@ -179,8 +184,10 @@ class _Placer:
         if inside is not None and last is not None and last.node in inside.interior:
             blocks = sum(node in inside.interior for node in streams.adds)
             inside = inside if blocks == 1 else None  # it ends a stack that a long skip goes around
-        if ahead.identity or vertex in self._linked:
+        if ahead.identity:
             return "post" if last is not None else "embedding"
+        if vertex in self._linked:  # a projection shortcut reads it too, so the stream itself stays as it is
+            return "pre" if last is not None or vertex in streams.descends else "embedding"
         if inside is not None:
             on_stream = self._on_stream(data)
             if inside in ahead.branch and not on_stream:
@@ -191,7 +198,11 @@ class _Placer:
         if last is not None:
             return self._after(vertex, root, last, ahead)
         if vertex in streams.descends:
-            return "embedding" if self._starts_stream(ahead) else "head"
+            if self._starts_stream(ahead):
+                return "embedding"
+            if vertex not in streams.reaches and vertex in self.streams.leads_out:
+                return "head"
+            return "qk" if self._is_qk(vertex, ahead) else "inner"
         if vertex in streams.reaches:
             return "pre" if self._feeds_branches(ahead) else "embedding"
         return "qk" if self._is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
@@ -221,6 +232,8 @@ class _Placer:
         stage = self._next_stage(vertex, last, ahead)
         if stage is not None:
             return stage
+        if self._opens_other_branch(vertex, last, ahead):
+            return "pre"
         if root == last.node and self._is_last_post(vertex, last):
             return "post"
         if any(link in flow.norms and self.seats.get(link) == "final" for link in self._norms_behind(root)):
@@ -229,9 +242,9 @@ class _Placer:
 
     def _rejoins(self, vertex: int, last: Add) -> bool:
         """Whether what is computed from a norm comes back to the stream that it reads (a router, a correction)."""
-        flow, origin = self.flow, self.streams.origin
         if vertex not in self.streams.reaches:
             return False
+        flow = self.flow
         todo, seen = [flow.norms[vertex][1].output], set()
         while todo:
             for user in flow.consumers.get(todo.pop(), ()):
@@ -239,10 +252,20 @@ class _Placer:
                     continue
                 seen.add(user)
                 add = self.streams.adds.get(user)
-                if add is not None and origin[user] == origin[last.node] and last.node not in add.interior:
+                if add is not None and last.node not in add.interior and self.streams.continues(last, add):
                     return True
                 todo.extend(flow.trace.nodes[user].outputs)
         return False
+
+    def _opens_other_branch(self, vertex: int, last: Add, ahead: _Ahead) -> bool:
+        """Whether a norm is the part of a branch of another stream that normalizes what that branch attends to."""
+        caller = self._caller(vertex)
+        if caller < 0 or not ahead.mixes or ahead.others or ahead.branch:
+            return False
+        nodes = self.flow.trace.calls[caller].nodes
+        fed = {mix for mix, _ in ahead.mixes}
+        met = [mix in self._inside or any(v in self._inside for v, _ in self._ahead(mix).mixes) for mix in fed]
+        return last.node not in nodes and all(met) and all(mix in nodes for mix in fed)
 
     def _norms_behind(self, root: int) -> list[int]:
         found = []
@@ -360,12 +383,25 @@ class _Placer:
 
     def _is_qk(self, vertex: int, ahead: _Ahead) -> bool:
         """Whether all that a norm feeds is one side of attention scores."""
-        return (
-            bool(ahead.mixes)
-            and not ahead.branch
-            and not ahead.scaled
-            and all(self._scores(mix, value) for mix, value in ahead.mixes)
-        )
+        if not ahead.mixes or ahead.branch:
+            return False
+        if not ahead.scaled and all(self._scores(mix, value) for mix, value in ahead.mixes):
+            return True
+        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes)
+
+    def _meets_norm(self, vertex: int, mix: int, value: int) -> bool:
+        """Whether a product is of one normalized activation with another (queries and keys of a linear attention)."""
+        flow = self.flow
+        if flow.root[value] != vertex:
+            return False
+        for other in flow.actives(mix):
+            root = flow.root[other]
+            if other == value or root == vertex or root not in flow.norms:
+                continue
+            widths = {flow.trace.values[flow.norms[v][1].output].shape[-1] for v in (root, vertex)}
+            if len(widths) == 1:
+                return True
+        return False
 
     def _scores(self, mix: int, value: int) -> bool:
         flow = self.flow
@@ -404,9 +440,11 @@ class _Placer:
             batch = self._has_batch_statistics(vertex)
             return batch and seat != "qk" and self._fed_by_convolution(vertex)
         fed = self._fed_by_convolution(vertex)
-        if self._has_batch_statistics(vertex) and (fed or any(flow.names[m] == "convolution" for m, _ in ahead.mixes)):
-            return True
-        around = self.around.get(vertex, [])
+        if self._has_batch_statistics(vertex):
+            spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
+            if fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes):
+                return True
+        around = [*self.around.get(vertex, []), *([self._linked[vertex]] if vertex in self._linked else [])]
         if around:
             return all(self._on_grid(add) for add in around)
         data = flow.data[vertex]

@@ -1,0 +1,154 @@
+"""Find every norm in a trace: modules, and norms written inline as operators.
+
+A norm divides by a statistic, so each one holds an operator that forms a statistic (or the root of a stored one).
+Those operators are the leads. Going up from a lead, the innermost module call that behaves as a norm is one; leads
+that no module accounts for are followed through the operators until the value that they were formed of is divided
+by them, and that slice of operators is probed like a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
+from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
+from normkit.audit.identify import Identification, identify
+from normkit.audit.place import NormCall
+from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
+from normkit.placement import NormPosition
+
+
+def find_norms(trace: Trace, progress: Callable[[str], None] = lambda _: None) -> list[Occurrence]:
+    """Every norm in the trace, modules first in order of their first call, then inline ones."""
+    leads = _leads(trace)
+    claimed: set[int] = set()
+    finder = InlineNorms(trace)
+    occurrences = list(_module_norms(trace, leads, claimed, finder, progress))
+    inline = list(finder.all([n for n in leads if n not in claimed]))
+    first = {id(o): min(min(c.nodes) for c in o.calls) for o in (*occurrences, *inline)}
+    return sorted((*occurrences, *inline), key=lambda o: first[id(o)])
+
+
+def _leads(trace: Trace) -> list[int]:
+    """Nodes that form a statistic, or take a root (frozen norms have no other trace)."""
+    kinds = FUSED | STATISTIC | ROOT | WEIGHT_NORM
+    return [node.index for node in trace.nodes if packet(node) in kinds]
+
+
+def _module_norms(
+    trace: Trace, leads: Sequence[int], claimed: set[int], finder: InlineNorms, progress: Callable[[str], None]
+) -> Iterator[Occurrence]:
+    """Innermost module calls that behave as norms, each module probed once."""
+    by_name: dict[str, list[ModuleCall]] = {}
+    for call in trace.calls:
+        by_name.setdefault(call.name, []).append(call)
+    candidates = _candidates(trace, leads)
+    done: set[str] = set()
+    for call in sorted(candidates, key=lambda c: (c.last - c.first, -c.index)):
+        if call.name in done or any(n in claimed for n in call.nodes):
+            continue
+        done.add(call.name)
+        progress(f"identifying {call.name}")
+        args, kwargs = example_of(call)
+        calls = [c for c in by_name[call.name] if c.outputs]
+        if any(packet(trace.nodes[n]) in WEIGHT_NORM for n in call.nodes):
+            identification = WEIGHT_NORMALIZATION
+        else:
+            identification = identify(call.module, *args, **kwargs)
+        norm_calls = [_norm_call(trace, c, identification) for c in calls]
+        if identification.spec is None and identification is not WEIGHT_NORMALIZATION:
+            whole = [match for c in calls if (match := finder.whole(c, leads)) is not None]
+            if whole and whole[0].identification is not WEIGHT_NORMALIZATION:
+                prefix = f"{call.name}." if call.name else ""
+                found = renamed(whole[0].identification, lambda name, lead=prefix: name.removeprefix(lead))
+                identification = replace(found, reason=f"{found.reason} More operators follow inside.")
+                norm_calls = [match.call for match in whole]
+        if identification.kind == "none":
+            continue
+        if identification.spec is None and not any(finder.depends_on_input(v) for v in call.inputs):
+            identification = WEIGHT_NORMALIZATION  # a parametrization, run as a module
+        for c in calls:
+            claimed.update(c.nodes)
+        yield Occurrence(
+            call.name,
+            type(call.module).__name__,
+            identification,
+            norm_calls,
+            call.module,
+            next((t for t in _infos(call) if t.dtype.is_floating_point), None),
+        )
+
+
+def _norm_call(trace: Trace, call: ModuleCall, found: Identification) -> NormCall:
+    """One call; an addition that the norm makes first stays outside it, so that it is seen as a residual add."""
+    if found.residual is not None and len(call.outputs) > 1:
+        total = call.outputs[1]
+        maker = next((n for n in call.nodes if total in trace.nodes[n].outputs), None)
+        if maker is not None:
+            return NormCall((total,), call.outputs[0], frozenset(n for n in call.nodes if n > maker))
+    return NormCall(_float_inputs(trace, call), call.outputs[0], call.nodes)
+
+
+def weight_place(trace: Trace, found: Occurrence) -> NormPosition | None:
+    """Where a normalized weight is used: in a convolution or elsewhere; None for a norm of activations."""
+    if found.identification is not WEIGHT_NORMALIZATION:
+        return None
+    output = found.calls[0].output
+    users = (node for node in trace.nodes if output in node.inputs)
+    return "conv" if any("conv" in packet(node) for node in users) else "inner"
+
+
+def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
+    """Module calls with a lead inside, no mixing operator, and an output shaped like an input."""
+    inside: dict[int, list[int]] = {}
+    mixing: set[int] = set()
+    leads_set = set(leads)
+    for node in trace.nodes:
+        is_lead, is_mixing = node.index in leads_set, packet(node) in MIXING
+        if not (is_lead or is_mixing):
+            continue
+        call = node.call
+        while call >= 0:
+            if is_mixing:
+                mixing.add(call)
+            else:
+                inside.setdefault(call, []).append(node.index)
+            call = trace.calls[call].parent
+    found = []
+    for index in inside:
+        call = trace.calls[index]
+        if index in mixing or call.failed or len(call.outputs) == 0:
+            continue
+        shapes = {trace.values[v].shape for v in call.inputs if trace.values[v].dtype.is_floating_point}
+        if trace.values[call.outputs[0]].shape in shapes:
+            found.append(call)
+    return found
+
+
+def _float_inputs(trace: Trace, call: ModuleCall) -> tuple[int, ...]:
+    return tuple(v for v in call.inputs if trace.values[v].dtype.is_floating_point)
+
+
+def _infos(call: ModuleCall) -> list[TensorInfo]:
+    found: list[TensorInfo] = []
+    tree_map_only(TensorInfo, found.append, (call.args, call.kwargs))
+    return found
+
+
+def example_of(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like those of a recorded call: tensors on meta with the same layout, whose values nobody needs."""
+
+    def tensor(info: TensorInfo) -> Tensor:
+        device = "meta" if info.dtype.is_floating_point else "cpu"
+        made = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=device)
+        return made if info.dtype.is_floating_point else made.zero_()
+
+    args = tree_map_only(TensorInfo, tensor, call.args)
+    kwargs = tree_map_only(TensorInfo, tensor, call.kwargs)
+    return tree_map_only(Opaque, lambda _: None, args), tree_map_only(Opaque, lambda _: None, kwargs)

@@ -1,0 +1,76 @@
+"""What operators are to a norm."""
+
+from __future__ import annotations
+
+from normkit.audit.trace.graph import Node
+
+# Operators by what they are to a norm. Packet names, so that overloads and in-place forms are one entry.
+FUSED = frozenset(
+    [
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "rms_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "_native_batch_norm_legit_functional",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_with_update",
+        "_batch_norm_with_update",
+        "_batch_norm_no_update",
+        "instance_norm",
+    ]
+)
+STATISTIC = frozenset(["mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "einsum"])
+ROOT = frozenset(["rsqrt", "sqrt", "reciprocal", "pow"])
+WEIGHT_NORM = frozenset(["_weight_norm", "_weight_norm_interface"])
+MIXING = frozenset(
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "matmul",
+        "convolution",
+        "_convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "mkldnn_convolution",
+        "embedding",
+        "_softmax",
+        "_log_softmax",
+        "_grouped_mm",
+        "_scaled_mm",
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "linear",
+        "mkldnn_linear",
+        "mkldnn_rnn_layer",
+        "_thnn_fused_lstm_cell",
+        "_thnn_fused_gru_cell",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "max_pool2d_with_indices",
+        "cumsum",
+        "topk",
+        "sort",
+    ]
+)
+FIXED = frozenset(["native_group_norm", "as_strided", "repeat"])
+"""Operators whose arguments hold the sizes of the tensor that they were called with."""
+VIEWS = frozenset(["view", "_unsafe_view", "unsqueeze", "squeeze", "permute", "transpose", "t", "expand", "alias"])
+CASTS = frozenset(["_to_copy", "to", "clone"])
+ADDS = frozenset(["mul", "add", "div", "sub"])
+
+
+def packet(node: Node) -> str:
+    """The operator's name without its overload, an in-place form under the plain one's."""
+    return "" if node.op is None else node.op.overloadpacket.__name__.rstrip("_").removeprefix("aten.")

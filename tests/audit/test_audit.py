@@ -1,0 +1,91 @@
+"""audit end to end: a real model with real weights, repeated calls, inline norms, a model that fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normkit
+from normkit.audit import AuditError, audit
+from normkit.audit.load import load
+
+
+def test_a_real_pretrained_model_on_real_sentences() -> None:
+    loaded = load("minilm")
+    result = audit(loaded.model, *loaded.args, **loaded.kwargs)
+    assert len(result.norms) == 13
+    assert [n.placement for n in result.norms] == ["embedding"] + ["post"] * 12
+    for norm in result.norms:
+        assert norm.spec is not None
+        assert norm.spec.kind == "layer"
+        assert norm.spec.eps == pytest.approx(1e-12, rel=0.02)
+        assert norm.spec.has_bias
+    assert [b.placement for b in result.branches] == ["post"] * 12
+
+
+class Inline(nn.Module):
+    """RMSNorm of the queries and F.normalize of the output, written as operators; one LayerNorm called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.gain = nn.Parameter(torch.rand(12) + 0.5)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        x = self.gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-4))
+        x = self.norm(self.second(x))
+        return nn.functional.normalize(x, dim=-1)
+
+
+def test_repeated_calls_are_one_norm_and_inline_norms_are_found() -> None:
+    result = audit(Inline(), torch.randn(3, 5, 12))
+    found = [(n.name, n.kind, n.calls, n.functional) for n in result.norms]
+    assert found == [("norm", "layer", 2, False), ("#0", "rms", 1, True), ("#1", "l2", 1, True)]
+    inline = result["#0"].spec
+    assert inline is not None
+    assert inline.eps == pytest.approx(1e-4, rel=0.02)
+    assert inline.has_weight
+    normalized = result["#1"].spec
+    assert normalized is not None
+    assert (normalized.eps_at, normalized.eps) == ("floor", pytest.approx(1e-12, rel=0.02))
+
+
+def test_the_published_schema() -> None:
+    result = audit(Inline(), torch.randn(3, 5, 12))
+    written = json.loads(result.to_json())
+    assert {"schema", "model", "norms", "branches", "findings"} <= set(written)
+    spec_fields = set(normkit.NormSpec().to_dict())
+    assert spec_fields | {"name", "class", "kind", "placement", "calls", "functional", "reason"} <= set(
+        written["norms"][0]
+    )
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[:, :2])
+
+
+def test_a_forward_that_raises_is_one_clear_error() -> None:
+    with pytest.raises(AuditError, match=r"in inner.*float32\[2, 3\].*takes x"):
+        audit(Raises(), torch.randn(2, 3))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Inline()
+    model.train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    audit(model, torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,192 @@
+"""Norms that are no modules of their own, and what looks like a norm and is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from normkit.audit import NormRecord, audit
+
+D = 16
+Written = Callable[["Block", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A residual branch with something written between two maps."""
+
+    def __init__(self, written: Written) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+        self.weight, self.bias = nn.Parameter(torch.rand(D) + 0.5), nn.Parameter(torch.randn(D) * 0.1)
+        self.register_buffer("mean", torch.randn(D) * 0.1)
+        self.register_buffer("var", torch.rand(D) + 0.5)
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.written(self, self.up(x))))
+
+
+def found(written: Written, device: str = "cpu") -> list[NormRecord]:
+    torch.manual_seed(0)
+    return list(audit(Block(written).eval().to(device), torch.randn(4, 8, D, device=device)).norms)
+
+
+def channels_first(function: Written) -> Written:
+    return lambda m, x: function(m, x.transpose(1, 2)).transpose(1, 2)
+
+
+def rms(x: Tensor, eps: float = 1e-5) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def standardized(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("written", "kind", "eps", "offset", "weight", "bias"),
+    [
+        (lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, 1e-3), "layer", 1e-3, 0, True, True),
+        (lambda m, x: F.layer_norm(x, (D,), eps=1e-3), "layer", 1e-3, 0, False, False),
+        (lambda m, x: F.layer_norm(x, (D,), eps=1e-3) * m.weight + m.bias, "layer", 1e-3, 0, True, True),
+        (lambda m, x: F.rms_norm(x, (D,), m.weight, 1e-3), "rms", 1e-3, 0, True, False),
+        (lambda m, x: m.weight * rms(x), "rms", 1e-5, 0, True, False),
+        (lambda m, x: rms(x) * (1 + m.weight), "rms", 1e-5, 1, True, False),
+        (lambda m, x: standardized(x) * m.weight + m.bias, "layer", 1e-3, 0, True, True),
+        (lambda m, x: F.normalize(x, dim=-1) * m.weight, "l2", 1e-12, 0, True, False),
+        (lambda m, x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6), "l2", 1e-6, 0, False, False),
+        (channels_first(lambda m, x: F.group_norm(x, 4, m.weight, m.bias, 1e-3)), "group", 1e-3, 0, True, True),
+        (
+            channels_first(lambda m, x: F.batch_norm(x, m.mean, m.var, m.weight, m.bias, eps=1e-3)),
+            "batch", 1e-3, 0, True, True,
+        ),
+        (
+            channels_first(lambda m, x: F.instance_norm(x, weight=m.weight, bias=m.bias, eps=1e-3)),
+            "instance", 1e-3, 0, True, True,
+        ),
+    ],
+)  # fmt: skip
+def test_a_norm_written_inline_with_the_blocks_own_parameters(
+    written: Written, kind: str, eps: float, offset: float, weight: bool, bias: bool, device: str
+) -> None:
+    (norm,) = found(written, device)
+    assert norm.functional
+    assert norm.kind == kind
+    assert norm.spec is not None
+    assert norm.spec.eps == pytest.approx(eps, rel=0.02)
+    assert (norm.spec.weight_offset, norm.spec.has_weight, norm.spec.has_bias) == (offset, weight, bias)
+    assert norm.parameters.get("weight") == ("weight" if weight else None)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda m, x: x.exp() / x.exp().sum(-1, keepdim=True),
+        lambda m, x: x - x.mean(-1, keepdim=True),
+        lambda m, x: x * torch.sigmoid(x) / torch.sigmoid(x).sum(-1, keepdim=True),
+        lambda m, x: x / x.abs().sum(-1, keepdim=True),
+    ],
+)
+def test_what_divides_by_a_sum_is_no_norm(written: Written) -> None:
+    assert found(written) == []
+
+
+def test_a_product_that_follows_one_of_two_readers_is_no_gain() -> None:
+    def written(m: Block, x: Tensor) -> Tensor:
+        y = rms(x)
+        return y * m.weight + (y * m.bias).sin()
+
+    (norm,) = found(written)
+    assert norm.spec is not None
+    assert not norm.spec.has_weight
+
+
+def test_a_batch_norm_inline_leaves_its_buffers_alone() -> None:
+    block = Block(channels_first(lambda m, x: F.batch_norm(x, m.mean, m.var, training=True)))
+    before = [b.clone() for b in block.buffers()]
+    (norm,) = audit(block, torch.randn(4, 8, D)).norms
+    assert norm.batch_statistics
+    assert all(torch.equal(a, b) for a, b in zip(before, block.buffers(), strict=True))
+
+
+class Fused(nn.BatchNorm2d):
+    """A norm with the activation inside."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(super().forward(input))
+
+
+class FusedGroups(nn.GroupNorm):
+    """The same with groups."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("norm", "kind"), [(Fused(8, eps=1e-3), "batch"), (FusedGroups(4, 8, 1e-3), "group")])
+def test_a_norm_fused_with_an_activation_is_that_norm(norm: nn.Module, kind: str, device: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 8, 3)).eval().to(device)
+    (record,) = audit(model, torch.randn(2, 3, 9, 9, device=device)).norms
+    assert (record.name, record.kind, record.functional, record.placement) == ("1", kind, False, "conv")
+    assert record.spec is not None
+    assert record.spec.eps == pytest.approx(1e-3, rel=0.02)
+    assert record.spec.has_bias
+    assert record.parameters["weight"] == "weight"
+
+
+class PerHead(nn.Module):
+    """A LayerNorm for each head, with a gain and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(4, 8)), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,)) * self.weight + self.bias
+
+
+def test_a_bias_for_each_head() -> None:
+    (norm,) = audit(nn.Sequential(PerHead(), nn.Flatten(2), nn.Linear(32, 3)), torch.randn(2, 5, 4, 8)).norms
+    assert norm.kind == "layer"
+    assert norm.spec is not None
+    assert norm.spec.weight_shape == "per_head"
+    assert norm.spec.has_bias
+
+
+def test_weight_norm_is_not_probed_with_other_shapes() -> None:
+    """Its operator writes out of bounds where the two tensors do not fit each other."""
+    model = nn.Sequential(*(parametrizations.weight_norm(nn.Conv1d(n, 16, 5), dim=0) for n in (8, 16)))
+    norms = audit(model, torch.randn(2, 8, 40)).norms
+    assert [n.reason for n in norms] == ["weight normalization: it normalizes a weight, not activations"] * 2
+
+
+def test_a_standardized_weight_is_no_norm_of_activations() -> None:
+    def written(m: Block, x: Tensor) -> Tensor:
+        return F.linear(x, standardized(m.down.weight))
+
+    (norm,) = found(written)
+    assert norm.kind == "other"
+    assert "weight" in norm.reason
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_inference_mode_the_norms_are_seen() -> None:
+    with torch.inference_mode():
+        (norm,) = audit(nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D)), torch.randn(2, D)).norms
+    assert norm.kind == "layer"
+
+
+def test_a_lazy_model_is_refused_before_it_is_changed() -> None:
+    from normkit.audit import AuditError
+
+    model = nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4))
+    with pytest.raises(AuditError, match="not initialized yet"):
+        audit(model, torch.randn(2, 3))
+    assert isinstance(model[0], nn.LazyLinear)
