@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normkit import ops
+from normkit.checks import FLOATS, check_mask
 from normkit.ops import autograd, fused
 from normkit.reference import Measured, Statistics, count_elements, normalize_measured
 from normkit.reference_backward import normalize_backward
@@ -28,16 +29,21 @@ _modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 
 
-def kernels_take(x: Tensor) -> bool:
-    """Whether the native operators may be called on x."""
+def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the native operators may be called on these: plain dense CPU tensors of a dtype that has kernels."""
     if _compiling():
-        return _LOADED and x.is_cpu and not _functorch() and forward_ad._current_level < 0
-    if type(x) not in _PLAIN or not x.is_cpu:
+        given = [x, *(t for t in others if t is not None)]
+        mine = all(t.is_cpu and t.dtype in FLOATS for t in given)
+        return _LOADED and mine and not _functorch() and forward_ad._current_level < 0
+    if type(x) not in _PLAIN or not x.is_cpu or x.dtype not in FLOATS or x.layout is not torch.strided:
         return False
     # A TorchDispatchMode is there to see what is computed, and an operator hides it: an audit follows the residual
     # stream through its sums, and an operator that adds and normalizes shows none.
     if _modes() or _functorch() or forward_ad._current_level >= 0:
         return False
+    for t in others:
+        if t is not None and (type(t) not in _PLAIN or not t.is_cpu or t.dtype not in FLOATS):
+            return False
     if not _LOADED:
         ops.warn_once()
     return _LOADED
@@ -60,14 +66,15 @@ def compute(
         x, spec, weight, bias, gate, mask, running_mean, running_var: as `normkit.reference.normalize`.
     """
     y = None
-    if kernels_take(x):
+    if kernels_take(x, weight, bias, gate, running_mean, running_var):
+        mask = _as_boolean(mask, x, spec)
         if running_mean is None:
             run = _cached(ops.operator)(spec)
             y = None if run is None else run(x, weight, bias, gate=gate, mask=mask)
         elif gate is None and running_var is not None:
             run = _cached(ops.given)(spec)
             y = None if run is None else run(x, running_mean, running_var, weight, bias, mask)
-    elif gate is None and mask is None and not x.is_cpu and not x.is_meta and (_compiling() or not _modes()):
+    elif gate is None and mask is None and _fused_may_run(x):
         y = fused.evaluate(x, spec, weight, bias, running_mean, running_var)
     if y is not None:
         return y
@@ -84,7 +91,8 @@ def evaluate(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Statistics | None]:
     """`compute`, with the statistics that the input had. No gradient flows through them."""
-    if gate is None and kernels_take(x):
+    if gate is None and kernels_take(x, weight, bias):
+        mask = _as_boolean(mask, x, spec)
         run = _cached(ops.measuring)(spec)
         found = None if run is None else run(x, weight, bias, mask)
         if found is not None:
@@ -103,7 +111,7 @@ def add_and_compute(
     x: Tensor, residual: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     """(norm of the residual sum, the sum) by one operator; None where there is none for it."""
-    if residual.shape != x.shape or not residual.is_floating_point() or not kernels_take(x):
+    if not kernels_take(x, weight, bias, residual) or residual.shape != x.shape:
         return None
     return ops.add_and_norm(x, residual, spec, weight, bias)
 
@@ -112,10 +120,23 @@ def compute_into(
     out: Tensor, x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
 ) -> bool:
     """Whether an operator wrote the norm into ``out``."""
-    if _compiling() or not kernels_take(x):
+    if _compiling() or not kernels_take(x, weight, bias, gate):
         return False
     run = ops.operator(spec)
     return run is not None and run(x, weight, bias, gate=gate, out=out) is not None
+
+
+def _as_boolean(mask: Tensor | None, x: Tensor, spec: NormSpec) -> Tensor | None:
+    """A mask as the operators take it."""
+    if mask is None or spec.axes == "features" or not isinstance(spec.channel_dim, int) or x.dim() < 2:
+        return mask
+    check_mask(mask, x, spec.channel_dim)
+    return mask if mask.dtype == torch.bool else mask.to(torch.bool)
+
+
+def _fused_may_run(x: Tensor) -> bool:
+    """Whether x is on a device that only torch has kernels for, with nothing that wants to see into them."""
+    return isinstance(x, Tensor) and not x.is_cpu and not x.is_meta and (_compiling() or not _modes())
 
 
 def _evaluate_plain(

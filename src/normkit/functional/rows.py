@@ -61,7 +61,7 @@ def layer_norm(
     digits for a large mean; a negative eps is refused.
     """
     plain = residual is None and gate is None and out is None and channel_dim == -1 and output_dtype == "input"
-    if plain and weight is not None and weight.shape == normalized_shape:
+    if plain and isinstance(weight, Tensor) and weight.shape == normalized_shape:
         y = compute_row(True, input, weight, bias, eps, weight_offset, rounding)
         if y is not None:
             return y
@@ -129,7 +129,7 @@ def rms_norm(
     unless asked otherwise); everything after ``eps`` is new; a negative eps is refused.
     """
     plain = residual is None and gate is None and out is None and channel_dim == -1 and output_dtype == "input"
-    if plain and weight is not None and weight.shape == normalized_shape and partial == 1 and groups == 1:
+    if plain and isinstance(weight, Tensor) and weight.shape == normalized_shape and partial == 1 and groups == 1:
         y = compute_row(False, input, weight, bias, eps, weight_offset, rounding)
         if y is not None:
             return y

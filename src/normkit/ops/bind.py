@@ -177,10 +177,6 @@ def _gain(spec: NormSpec, x: Tensor, weight: Tensor | None) -> Tensor | None:
     return weight.to(compute) + spec.weight_offset
 
 
-def _valid(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None or mask.dtype == torch.bool else mask.to(torch.bool)
-
-
 def _channels(spec: NormSpec) -> Bound | None:
     """Statistics of channels, channels first or last."""
     if not _plain_channels(spec) or spec.frozen:
@@ -202,7 +198,7 @@ def _channels(spec: NormSpec) -> Bound | None:
         if axes == "batch":
             if out is not None:
                 return None
-            y = channels.batch_norm_train(v, gain, bias, _valid(mask), eps)[0]
+            y = channels.batch_norm_train(v, gain, bias, mask, eps)[0]
         elif axes == "features":
             y = _call(channels.channel_layer_norm, _out.channel_layer_norm_out, target, v, gain, bias, eps)
         else:
@@ -240,7 +236,7 @@ def measuring(spec: NormSpec) -> Callable[..., tuple[Tensor, Tensor, Tensor, Ten
         if spec.axes == "batch":
             if mask is not None and mask.shape != v.shape[:1] + v.shape[2:]:
                 return None
-            y, mean, variance, counted = channels.batch_norm_train(v, gain, bias, _valid(mask), eps)
+            y, mean, variance, counted = channels.batch_norm_train(v, gain, bias, mask, eps)
             count: Tensor | int = v.numel() // v.shape[1] if mask is None else counted
         elif mask is None and x.dim() > 2:
             found = channels.group_norm_with_statistics(v, gain, bias, v.shape[1], eps)
@@ -270,7 +266,7 @@ def given(spec: NormSpec) -> Bound | None:
         v = x.movedim(-1, 1) if last else x
         if mask is not None and mask.shape != v.shape[:1] + v.shape[2:]:
             return None
-        y = channels.batch_norm(v, mean, variance, _gain(spec, x, weight), bias, _valid(mask), eps)
+        y = channels.batch_norm(v, mean, variance, _gain(spec, x, weight), bias, mask, eps)
         return y.movedim(1, -1) if last else y
 
     return run
