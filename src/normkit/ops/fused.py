@@ -1,7 +1,8 @@
-"""torch's own fused operators, for devices without a kernel of ours and for CPUs without the extension.
+"""torch's own fused operators, for devices without a kernel of ours.
 
-Each function answers None where torch would not compute the same thing; the plain form runs then. On the CPU torch's
-channel norms are left out: they lose digits for a large mean in channels-last memory, and the plain form does not.
+Each function answers None where torch would not compute the same thing; the plain form runs then. A CPU without the
+extension takes the plain form too: torch's CPU operators lose digits for a large mean (in channels-last memory, and in
+LayerNorm) and in bfloat16 gradients of many rows, and the plain form does not.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def rms_norm(
     """``x / sqrt(mean(x^2) + eps) * (weight_offset + weight) + bias`` over the last dim."""
     args = (x, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
     if not native(x):
-        y = fused.row_norm(False, x, weight, bias, eps, weight_offset, round_before_gain, dtype)
+        args_there = (x, weight, bias, eps, weight_offset, round_before_gain, dtype)
+        y = None if x.is_cpu else fused.row_norm(False, *args_there)
         return ref.rms_norm_reference(*args) if y is None else y
     if round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype):
         return ref.rms_norm_reference(*args)
@@ -98,7 +99,8 @@ def layer_norm(
     """``(x - mean) / sqrt(var + eps) * (weight_offset + weight) + bias`` over the last dim."""
     args = (x, weight, bias, eps, weight_offset, gain_in_input, round_before_gain, dtype)
     if not native(x):
-        y = fused.row_norm(True, x, weight, bias, eps, weight_offset, round_before_gain, dtype)
+        args_there = (x, weight, bias, eps, weight_offset, round_before_gain, dtype)
+        y = None if x.is_cpu else fused.row_norm(True, *args_there)
         return ref.layer_norm_reference(*args) if y is None else y
     if round_before_gain and _rounds_oddly(weight, bias, dtype, x.dtype):
         return ref.layer_norm_reference(*args)
