@@ -1,0 +1,252 @@
+// Group, instance and batch normalization over channels-last memory x[n][s][c]: rows of channels. Three steps, each
+// threaded by the caller: column moments of blocks of rows, their merge into statistics, and one elementwise pass.
+// A batch norm is one sample of all rows with as many groups as channels.
+#pragma once
+
+#include "contiguous_norms.h"
+
+namespace normkit::NORMKIT_ISA {
+
+// Unit (sample, block): the moments of its rows into a.partial.
+template <class X>
+void last_moments_from(const ChannelsForward& a, int64_t begin, int64_t end) {
+  const int64_t channels = a.shape.channels, space = a.shape.space;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t sample = unit / a.blocks, block = unit % a.blocks;
+    double* partial = a.partial + unit * (2 * channels + 1);
+    ColumnMoments into{partial, partial + channels};
+    column_moments(static_cast<const X*>(a.x) + sample * space * channels,
+                   a.mask ? a.mask + sample * space : nullptr, space * block / a.blocks,
+                   space * (block + 1) / a.blocks, channels, into);
+    partial[2 * channels] = into.count;
+  }
+}
+
+// Unit: one sample. Blocks in order (into the first), then the channels of each group.
+inline void last_merge(const ChannelsForward& a, int64_t begin, int64_t end) {
+  const int64_t channels = a.shape.channels, per_group = channels / a.groups, width = 2 * channels + 1;
+  for (int64_t sample = begin; sample < end; ++sample) {
+    double* mean = a.partial + sample * a.blocks * width;
+    double* squares = mean + channels;
+    double count = mean[2 * channels];
+    for (int64_t b = 1; b < a.blocks; ++b) {
+      const double* block = mean + b * width;
+      const double n = block[2 * channels], total = count + n;
+      if (n == 0) continue;
+      const double share = n / total, weight = count * share;
+      for (int64_t c = 0; c < channels; ++c) {
+        const double delta = block[c] - mean[c];
+        mean[c] += delta * share;
+        squares[c] += block[channels + c] + delta * delta * weight;
+      }
+      count = total;
+    }
+    const double all = count * double(per_group), inverse = all > 0 ? 1 / all : 0;
+    for (int64_t group = 0; group < a.groups; ++group) {
+      const double *m = mean + group * per_group, *s = squares + group * per_group;
+      double centre = m[0], spread = s[0];
+      if (per_group > 1) {
+        double sum = 0;
+        for (int64_t c = 0; c < per_group; ++c) sum += m[c];
+        centre = sum / double(per_group);
+        spread = 0;
+        for (int64_t c = 0; c < per_group; ++c) spread += s[c] + count * (m[c] - centre) * (m[c] - centre);
+      }
+      a.mean[sample * a.groups + group] = centre;
+      a.variance[sample * a.groups + group] = spread * inverse;
+    }
+    if (a.count) *a.count = count;
+  }
+}
+
+// Per-channel coefficients of one sample, as rows that the elementwise pass reads beside x.
+template <class A>
+struct ChannelCoefficients {
+  explicit ChannelCoefficients(int64_t channels) : rows(3 * channels), channels(channels) {
+    high = rows.get();
+    low = high + channels;
+    rstd = low + channels;
+  }
+  void fill(const double* mean, const double* variance, int64_t groups, double eps) {
+    const int64_t per_group = channels / groups;
+    for (int64_t g = 0; g < groups; ++g) {
+      const Statistic<A> stat = statistic_of<A>(mean[g], variance[g], eps);
+      for (int64_t c = g * per_group; c < (g + 1) * per_group; ++c) {
+        high[c] = stat.high;
+        low[c] = stat.low;
+        rstd[c] = stat.rstd;
+      }
+    }
+  }
+  ScratchRow<A> rows;
+  int64_t channels;
+  A *high, *low, *rstd;
+};
+
+// Unit: one row of channels.
+template <class X>
+void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t channels = a.shape.channels;
+  const A* gain = static_cast<const A*>(a.gain);
+  const A* bias = static_cast<const A*>(a.bias);
+  ChannelCoefficients<A> k(channels);
+  int64_t filled = -1;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t sample = row / a.shape.space;
+    if (sample != filled) {
+      k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+      filled = sample;
+    }
+    const X* x = static_cast<const X*>(a.x) + row * channels;
+    X* y = static_cast<X*>(a.y) + row * channels;
+    if (a.mask && !a.mask[row]) {
+      memset(static_cast<void*>(y), 0, channels * sizeof(X));
+      continue;
+    }
+    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+      const Vec<A> centred = (load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag);
+      store(y + c, centred * load(k.rstd + c, tag) * load(gain + c, tag) + load(bias + c, tag), tag);
+    });
+  }
+}
+
+// ---- backward ----
+
+// Add the sums of one piece of rows for V vectors of columns. With given statistics (dx not null) dx needs no sum and is
+// written on the way.
+template <class X, int V, class Tag>
+NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute_t<X>* gain, const int64_t* rows,
+                                    int64_t n, int64_t column, Tag tag,
+                                    const ChannelCoefficients<compute_t<X>>& k, double* sums) {
+  using A = compute_t<X>;
+  constexpr int L = Vec<A>::kLanes;
+  Vec<A> high[V], low[V], scale[V], sum[V], sum_centred[V];
+  for (int v = 0; v < V; ++v) {
+    scale[v] = load(gain + column + v * L, tag) * load(k.rstd + column + v * L, tag);
+    high[v] = load(k.high + column + v * L, tag);
+    low[v] = load(k.low + column + v * L, tag);
+  }
+  for (int64_t r = 0; r < n; ++r)
+    for (int v = 0; v < V; ++v) {
+      const int64_t at = rows[r] + column + v * L;
+      const Vec<A> grad = load(g + at, tag);
+      sum[v] += grad;
+      sum_centred[v] += grad * ((load(x + at, tag) - high[v]) - low[v]);
+      if (dx) store(dx + at, grad * scale[v], tag);
+    }
+  for (int v = 0; v < V; ++v) {
+    A s[L], h[L];
+    store(s, sum[v], Full{});
+    store(h, sum_centred[v], Full{});
+    for (int i = 0; i < used_lanes<A>(tag); ++i) {
+      const int64_t c = column + v * L + i;
+      sums[c] += s[i];
+      sums[k.channels + c] += h[i] * double(k.rstd[c]);
+    }
+  }
+}
+
+// Unit (sample, block): sums of grad and grad * x̂ per channel, in short float sums added up in double.
+template <class X>
+void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  constexpr int L = Vec<A>::kLanes;
+  const int64_t channels = a.shape.channels, space = a.shape.space;
+  ChannelCoefficients<A> k(channels);
+  int64_t rows[kRowsPerPiece];
+  int64_t filled = -1;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t sample = unit / a.blocks, block = unit % a.blocks;
+    if (sample != filled) k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+    filled = sample;
+    double* sums = a.partial + unit * 2 * channels;
+    memset(sums, 0, 2 * channels * sizeof(double));
+    const X* g = static_cast<const X*>(a.grad) + sample * space * channels;
+    const X* x = static_cast<const X*>(a.x) + sample * space * channels;
+    X* dx = a.frozen && !a.mask ? static_cast<X*>(a.dx) + sample * space * channels : nullptr;
+    const A* gain = static_cast<const A*>(a.gain);
+    const uint8_t* mask = a.mask ? a.mask + sample * space : nullptr;
+    const int64_t last = space * (block + 1) / a.blocks;
+    for (int64_t next = space * block / a.blocks; next < last;) {
+      int64_t n = 0;
+      for (; next < last && n < kRowsPerPiece; ++next)
+        if (!mask || mask[next]) rows[n++] = next * channels;
+      int64_t c = 0;
+      for (; c + 4 * L <= channels; c += 4 * L) piece_grad_sums<X, 4>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
+      for (; c + L <= channels; c += L) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
+      if (c < channels) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Part{int(channels - c)}, k, sums);
+    }
+  }
+}
+
+// Unit: one sample. Its blocks' sums, in order.
+inline void last_grad_merge(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  const int64_t width = 2 * a.shape.channels;
+  for (int64_t sample = begin; sample < end; ++sample) {
+    const double* partial = a.partial + sample * a.blocks * width;
+    double* sums = a.sums + sample * width;
+    memcpy(sums, partial, width * sizeof(double));
+    for (int64_t b = 1; b < a.blocks; ++b)
+      for (int64_t c = 0; c < width; ++c) sums[c] += partial[b * width + c];
+  }
+}
+
+// Unit: one row of channels.
+template <class X>
+void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t channels = a.shape.channels, per_group = channels / a.groups;
+  const A* gain = static_cast<const A*>(a.gain);
+  ChannelCoefficients<A> k(channels);
+  ScratchRow<A> means(2 * channels);
+  A *s1 = means.get(), *s2 = s1 + channels;
+  int64_t filled = -1;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t sample = row / a.shape.space;
+    if (sample != filled) {
+      k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+      const double* sums = a.sums + sample * 2 * channels;
+      const double scale = a.frozen || a.count == 0 ? 0 : 1 / a.count;
+      for (int64_t group = 0; group < a.groups; ++group) {
+        double total = 0, total_hat = 0;
+        for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
+          total += gain[c] * sums[c];
+          total_hat += gain[c] * sums[channels + c];
+        }
+        for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
+          s1[c] = A(total * scale);
+          s2[c] = A(total_hat * scale);
+        }
+      }
+      filled = sample;
+    }
+    const X* g = static_cast<const X*>(a.grad) + row * channels;
+    const X* x = static_cast<const X*>(a.x) + row * channels;
+    X* dx = static_cast<X*>(a.dx) + row * channels;
+    if (a.mask && !a.mask[row]) {
+      memset(static_cast<void*>(dx), 0, channels * sizeof(X));
+      continue;
+    }
+    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+      const Vec<A> rstd = load(k.rstd + c, tag);
+      const Vec<A> hat = ((load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag)) * rstd;
+      store(dx + c, (load(g + c, tag) * load(gain + c, tag) - load(s1 + c, tag) - hat * load(s2 + c, tag)) * rstd, tag);
+    });
+  }
+}
+
+inline void last_moments(const ChannelsForward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, last_moments_from<X>(a, begin, end))
+}
+inline void last_normalize(const ChannelsForward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, last_normalize_from<X>(a, begin, end))
+}
+inline void last_grad_sums(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, last_grad_sums_from<X>(a, begin, end))
+}
+inline void last_dx(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, last_dx_from<X>(a, begin, end))
+}
+
+}  // namespace normkit::NORMKIT_ISA

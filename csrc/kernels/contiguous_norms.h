@@ -1,0 +1,305 @@
+// Group, instance and batch normalization over contiguous memory x[n][c][s]: every channel of every sample is a segment of
+// contiguous elements.
+#pragma once
+
+#include "moments.h"
+
+namespace normkit::NORMKIT_ISA {
+
+template <class A>
+struct SegmentCoefficients {
+  Statistic<A> stat;
+  A gain, bias;
+};
+
+// for_each whose stores do not straddle cache lines: a long segment that starts inside a line begins with a part.
+template <class X, class F>
+NORMKIT_INLINE void for_each_aligned(const X* out, int64_t n, const F& f) {
+  using A = compute_t<X>;
+  constexpr int64_t L = Vec<A>::kLanes, bytes = L * sizeof(X);
+  int64_t head = 0;
+  if (kNativeBytes == 64 && n >= 8 * L) head = (bytes - int64_t(uintptr_t(out) % bytes)) % bytes / int64_t(sizeof(X));
+  if (head > 0) f(int64_t(0), Part{int(head)});
+  for_each<A>(n - head, [&](int64_t j, auto tag) NORMKIT_LAMBDA { f(head + j, tag); });
+}
+
+template <class X, bool Masked>
+NORMKIT_INLINE void normalize_segment(const X* x, X* y, const uint8_t* mask, int64_t n,
+                                      const SegmentCoefficients<compute_t<X>>& k) {
+  using A = compute_t<X>;
+  const Vec<A> rstd(k.stat.rstd), gain(k.gain), bias(k.bias);
+  for_each_aligned(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+    Vec<A> v = centre(load(x + j, tag), k.stat.high, k.stat.low) * rstd * gain + bias;
+    if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
+    store(y + j, v, tag);
+  });
+}
+
+template <class X>
+void group_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, per_group = a.shape.channels / a.groups, n = per_group * space;
+  const A* gain = static_cast<const A*>(a.gain);
+  const A* bias = static_cast<const A*>(a.bias);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const X* x = static_cast<const X*>(a.x) + unit * n;
+    X* y = static_cast<X*>(a.y) + unit * n;
+    Moments m;
+    segment_moments<X, false>(x, nullptr, n, m);
+    const double variance = m.squares / n;
+    if (a.mean) {
+      a.mean[unit] = m.mean;
+      a.variance[unit] = variance;
+    }
+    const Statistic<A> stat = statistic_of<A>(m.mean, variance, a.eps);
+    const int64_t first = unit % a.groups * per_group;
+    for (int64_t c = 0; c < per_group; ++c)
+      normalize_segment<X, false>(x + c * space, y + c * space, nullptr, space,
+                                  {stat, gain[first + c], bias[first + c]});
+  }
+}
+
+// Units are channels: the statistics of one channel, then (while it is in a near cache) its output.
+template <class X, bool Masked>
+void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, stride = a.shape.channels * space;
+  for (int64_t c = begin; c < end; ++c) {
+    const X* x = static_cast<const X*>(a.x) + c * space;
+    X* y = static_cast<X*>(a.y) + c * space;
+    Moments m;
+    strided_moments<X, Masked>(x, a.mask, a.shape.samples, stride, space, m);
+    const double variance = m.count > 0 ? m.squares / m.count : 0;
+    a.mean[c] = m.mean;
+    a.variance[c] = variance;
+    if (a.count) *a.count = m.count;  // every channel has the same
+    const SegmentCoefficients<A> k{statistic_of<A>(m.mean, variance, a.eps), static_cast<const A*>(a.gain)[c],
+                                   static_cast<const A*>(a.bias)[c]};
+    for (int64_t i = 0; i < a.shape.samples; ++i)
+      normalize_segment<X, Masked>(x + i * stride, y + i * stride, Masked ? a.mask + i * space : nullptr, space, k);
+  }
+}
+
+// Units are channels of samples, with given statistics of each channel.
+template <class X, bool Masked>
+void normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, channels = a.shape.channels;
+  // A root and a division for each channel, not for each unit: channel by channel of the samples in range.
+  const int64_t first = begin / channels, last = (end + channels - 1) / channels;
+  ScratchRow<A> roots(channels);
+  for (int64_t c = 0; c < smaller(channels, end - begin); ++c) {
+    const int64_t at = (begin + c) % channels;
+    roots.get()[at] = statistic_of<A>(a.mean[at], a.variance[at], a.eps).rstd;
+  }
+  for (int64_t i = first; i < last; ++i)
+    for (int64_t c = larger(0, begin - i * channels); c < smaller(channels, end - i * channels); ++c) {
+      const int64_t unit = i * channels + c;
+      const A high = A(a.mean[c]);
+      normalize_segment<X, Masked>(static_cast<const X*>(a.x) + unit * space, static_cast<X*>(a.y) + unit * space,
+                                   Masked ? a.mask + i * space : nullptr, space,
+                                   {{high, A(a.mean[c] - high), roots.get()[c]},
+                                    static_cast<const A*>(a.gain)[c],
+                                    static_cast<const A*>(a.bias)[c]});
+    }
+}
+
+// ---- backward: dx = rstd * (gain * grad - s1 - x̂ * s2), where s1 and s2 are the means of gain * grad and of
+// gain * grad * x̂ over the elements that share the statistic (zero where the statistics were given) ----
+
+template <class A>
+struct GradSums {
+  double grad = 0, grad_hat = 0;  // of grad, and of grad * x̂
+};
+
+template <class X, bool Masked>
+NORMKIT_INLINE GradSums<compute_t<X>> segment_grad_sums(const X* g, const X* x, const uint8_t* mask, int64_t n,
+                                                        const Statistic<compute_t<X>>& stat) {
+  using A = compute_t<X>;
+  GradSums<A> total;
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const auto both =
+        accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t k, auto tag) NORMKIT_LAMBDA {
+          const int64_t j = start + k;
+          Vec<A> grad = load(g + j, tag);
+          Vec<A> hat = keep(centre(load(x + j, tag), stat.high, stat.low) * Vec<A>(stat.rstd), tag);
+          if constexpr (Masked) {
+            const Vec<A> valid = load_mask<A>(mask + j, tag);
+            grad = where_valid(valid, grad);
+            hat = where_valid(valid, hat);
+          }
+          acc.first += grad;
+          acc.second += grad * hat;
+        });
+    total.grad += reduce(both.first);
+    total.grad_hat += reduce(both.second);
+  }
+  return total;
+}
+
+// The same over `segments` pieces, `stride` apart; short ones share their accumulators.
+template <class X, bool Masked>
+NORMKIT_INLINE GradSums<compute_t<X>> strided_grad_sums(const X* g, const X* x, const uint8_t* mask, int64_t segments,
+                                                        int64_t stride, int64_t n,
+                                                        const Statistic<compute_t<X>>& stat) {
+  using A = compute_t<X>;
+  GradSums<A> total;
+  const int64_t together = kElementsTogether / n;
+  if (Masked || together < 2) {
+    for (int64_t i = 0; i < segments; ++i) {
+      const auto s =
+          segment_grad_sums<X, Masked>(g + i * stride, x + i * stride, Masked ? mask + i * n : nullptr, n, stat);
+      total.grad += s.grad;
+      total.grad_hat += s.grad_hat;
+    }
+    return total;
+  }
+  for (int64_t first = 0; first < segments; first += together) {
+    Four<Pair<A>> pairs;
+    for (int64_t i = first; i < smaller(first + together, segments); ++i) {
+      const X *gp = g + i * stride, *xp = x + i * stride;
+      accumulate_more<A>(pairs, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> grad = load(gp + j, tag);
+        acc.first += grad;
+        acc.second += grad * keep(centre(load(xp + j, tag), stat.high, stat.low), tag);
+      });
+    }
+    const Pair<A> both = pairs.total();
+    total.grad += reduce(both.first);
+    total.grad_hat += reduce(both.second) * double(stat.rstd);
+  }
+  return total;
+}
+
+template <class X, bool Masked>
+NORMKIT_INLINE void segment_dx(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
+                               const Statistic<compute_t<X>>& stat, compute_t<X> gain, compute_t<X> s1,
+                               compute_t<X> s2) {
+  using A = compute_t<X>;
+  const Vec<A> rstd(stat.rstd), w(gain), m1(s1), m2(s2);
+  for_each_aligned(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+    const Vec<A> hat = centre(load(x + j, tag), stat.high, stat.low) * rstd;
+    Vec<A> d = (load(g + j, tag) * w - m1 - hat * m2) * rstd;
+    if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
+    store(dx + j, d, tag);
+  });
+}
+
+template <class X>
+void group_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, per_group = a.shape.channels / a.groups, n = per_group * space;
+  const A* gain = static_cast<const A*>(a.gain);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t sample = unit / a.groups, first = unit % a.groups * per_group;
+    const X* g = static_cast<const X*>(a.grad) + unit * n;
+    const X* x = static_cast<const X*>(a.x) + unit * n;
+    X* dx = static_cast<X*>(a.dx) + unit * n;
+    double* sums = a.sums + sample * 2 * a.shape.channels;
+    const Statistic<A> stat = statistic_of<A>(a.mean[unit], a.variance[unit], a.eps);
+    double s1 = 0, s2 = 0;
+    for (int64_t c = 0; c < per_group; ++c) {
+      const auto s = segment_grad_sums<X, false>(g + c * space, x + c * space, nullptr, space, stat);
+      sums[first + c] = s.grad;
+      sums[a.shape.channels + first + c] = s.grad_hat;
+      s1 += gain[first + c] * s.grad;
+      s2 += gain[first + c] * s.grad_hat;
+    }
+    for (int64_t c = 0; c < per_group; ++c)
+      segment_dx<X, false>(g + c * space, x + c * space, dx + c * space, nullptr, space, stat, gain[first + c],
+                           A(s1 / n), A(s2 / n));
+  }
+}
+
+// With given statistics dx needs no sum: one pass over memory does everything.
+template <class X>
+NORMKIT_INLINE GradSums<compute_t<X>> frozen_backward(const X* g, const X* x, X* dx, int64_t segments, int64_t stride,
+                                                      int64_t n, const Statistic<compute_t<X>>& stat,
+                                                      compute_t<X> gain) {
+  using A = compute_t<X>;
+  GradSums<A> total;
+  const Vec<A> w(gain), rstd(stat.rstd);
+  for (int64_t i = 0; i < segments; ++i)
+    for (int64_t start = 0; start < n; start += kChunk) {
+      const X *gp = g + i * stride + start, *xp = x + i * stride + start;
+      X* dp = dx + i * stride + start;
+      const auto both =
+          accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+            const Vec<A> grad = load(gp + j, tag);
+            acc.first += grad;
+            acc.second += grad * keep(centre(load(xp + j, tag), stat.high, stat.low), tag);
+            store(dp + j, grad * w * rstd, tag);
+          });
+      total.grad += reduce(both.first);
+      total.grad_hat += reduce(both.second) * double(stat.rstd);
+    }
+  return total;
+}
+
+template <class X, bool Masked>
+void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, stride = a.shape.channels * space;
+  for (int64_t c = begin; c < end; ++c) {
+    const X* g = static_cast<const X*>(a.grad) + c * space;
+    const X* x = static_cast<const X*>(a.x) + c * space;
+    X* dx = static_cast<X*>(a.dx) + c * space;
+    const A gain = static_cast<const A*>(a.gain)[c];
+    const Statistic<A> stat = statistic_of<A>(a.mean[c], a.variance[c], a.eps);
+    if (!Masked && a.frozen) {
+      const auto sums = frozen_backward(g, x, dx, a.shape.samples, stride, space, stat, gain);
+      a.sums[c] = sums.grad;
+      a.sums[a.shape.channels + c] = sums.grad_hat;
+      continue;
+    }
+    const auto sums = strided_grad_sums<X, Masked>(g, x, a.mask, a.shape.samples, stride, space, stat);
+    const double sum = sums.grad, sum_hat = sums.grad_hat;
+    a.sums[c] = sum;
+    a.sums[a.shape.channels + c] = sum_hat;
+    const double scale = a.frozen || a.count == 0 ? 0 : gain / a.count;
+    for (int64_t i = 0; i < a.shape.samples; ++i)
+      segment_dx<X, Masked>(g + i * stride, x + i * stride, dx + i * stride, Masked ? a.mask + i * space : nullptr,
+                            space, stat, gain, A(sum * scale), A(sum_hat * scale));
+  }
+}
+
+#define NORMKIT_BY_DTYPE(dtype, call)   \
+  switch (dtype) {                      \
+    case DType::float32: {              \
+      using X = float;                  \
+      return call;                      \
+    }                                   \
+    case DType::bfloat16: {             \
+      using X = bfloat16;               \
+      return call;                      \
+    }                                   \
+    case DType::float16: {              \
+      using X = float16;                \
+      return call;                      \
+    }                                   \
+    case DType::float64: {              \
+      using X = double;                 \
+      return call;                      \
+    }                                   \
+  }
+
+inline void group_norm(const ChannelsForward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, group_norm_from<X>(a, begin, end))
+}
+inline void group_norm_backward(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, group_norm_backward_from<X>(a, begin, end))
+}
+inline void batch_norm(const ChannelsForward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype,
+                   (a.mask ? batch_norm_from<X, true>(a, begin, end) : batch_norm_from<X, false>(a, begin, end)))
+}
+inline void batch_norm_normalize(const ChannelsForward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype,
+                   (a.mask ? normalize_from<X, true>(a, begin, end) : normalize_from<X, false>(a, begin, end)))
+}
+inline void batch_norm_backward(const ChannelsBackward& a, int64_t begin, int64_t end) {
+  NORMKIT_BY_DTYPE(a.shape.dtype, (a.mask ? batch_norm_backward_from<X, true>(a, begin, end)
+                                          : batch_norm_backward_from<X, false>(a, begin, end)))
+}
+
+}  // namespace normkit::NORMKIT_ISA

@@ -1,0 +1,174 @@
+// Loads and stores between storage types and compute lanes, whole or partial, plain or streaming.
+#pragma once
+
+#include "simd.h"
+
+namespace normkit::NORMKIT_ISA {
+
+typedef uint32_t U32 __attribute__((vector_size(kNativeBytes)));
+typedef uint16_t U16 __attribute__((vector_size(kNativeBytes / 2)));
+using VecF = Vec<float>;
+
+NORMKIT_INLINE U32 bits_of(VecF::Native v) { return (U32)v; }
+NORMKIT_INLINE VecF::Native float_of(U32 v) { return (VecF::Native)v; }
+
+// ---- bfloat16: the upper half of a float ----
+
+NORMKIT_INLINE VecF::Native widen(U16 h, bfloat16) { return float_of(__builtin_convertvector(h, U32) << 16); }
+
+NORMKIT_INLINE U16 narrow(VecF::Native v, bfloat16) {
+#if defined(__AVX512BF16__)
+  // Rounds to nearest even like the integer form, but takes subnormal floats (below 1.2e-38) for zero.
+  return (U16)_mm512_cvtneps_pbh((__m512)v);
+#else
+  const U32 u = bits_of(v);
+  const U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U32 nan = (u >> 16) | 0x40u;
+  return __builtin_convertvector((v != v) ? nan : rounded, U16);
+#endif
+}
+
+// ---- float16 ----
+
+#if defined(__AVX512F__)
+NORMKIT_INLINE VecF::Native widen(U16 h, float16) { return (VecF::Native)_mm512_cvtph_ps((__m256i)h); }
+NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
+  return (U16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__F16C__)
+NORMKIT_INLINE VecF::Native widen(U16 h, float16) { return (VecF::Native)_mm256_cvtph_ps((__m128i)h); }
+NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
+  return (U16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+}
+#else
+NORMKIT_INLINE VecF::Native widen(U16 h, float16) {
+  const U32 u = __builtin_convertvector(h, U32);
+  const U32 magnitude = u & 0x7fffu;
+  // Moving the exponent by a multiplication also makes subnormal halves come out right.
+  const VecF::Native scaled = float_of(magnitude << 13) * 0x1p112f;
+  const U32 special = (magnitude << 13) | 0x7f800000u;  // inf and NaN
+  return float_of((magnitude >= 0x7c00u ? special : bits_of(scaled)) | ((u & 0x8000u) << 16));
+}
+NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
+  const U32 u = bits_of(v);
+  const U32 magnitude = u & 0x7fffffffu;
+  const U32 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+  const U32 subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;  // the addition rounds to 2^-24
+  U32 r = magnitude < 0x38800000u ? subnormal : normal;
+  r = magnitude >= 0x477ff000u ? (U32{} + 0x7c00u) : r;
+  r = magnitude > 0x7f800000u ? (0x7e00u | ((magnitude >> 13) & 0x3ffu)) : r;
+  return __builtin_convertvector(r | ((u >> 16) & 0x8000u), U16);
+}
+#endif
+
+// ---- whole vectors ----
+
+template <class A>
+NORMKIT_INLINE Vec<A> load(const A* p, Full) {
+  Vec<A> r;
+  memcpy(r.part, p, 64);
+  return r;
+}
+template <class A>
+NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
+  memcpy(p, v.part, 64);
+}
+
+#define NORMKIT_HALF(T)                                                      \
+  NORMKIT_INLINE VecF load(const T* p, Full) {                               \
+    VecF r;                                                                  \
+    for (int i = 0; i < VecF::kParts; ++i) {                                 \
+      U16 h;                                                                 \
+      memcpy(&h, p + i * VecF::kPartLanes, sizeof h);                        \
+      r.part[i] = widen(h, T{});                                             \
+    }                                                                        \
+    return r;                                                                \
+  }                                                                          \
+  NORMKIT_INLINE void store(T* p, const VecF& v, Full) {                     \
+    for (int i = 0; i < VecF::kParts; ++i) {                                 \
+      const U16 h = narrow(v.part[i], T{});                                  \
+      memcpy(p + i * VecF::kPartLanes, &h, sizeof h);                        \
+    }                                                                        \
+  }                                                                          \
+  NORMKIT_INLINE VecF round_to(const VecF& v, T) {                           \
+    VecF r;                                                                  \
+    for (int i = 0; i < VecF::kParts; ++i) r.part[i] = widen(narrow(v.part[i], T{}), T{}); \
+    return r;                                                                \
+  }
+NORMKIT_HALF(bfloat16)
+NORMKIT_HALF(float16)
+#undef NORMKIT_HALF
+
+NORMKIT_INLINE VecF round_to(const VecF& v, float) { return v; }
+NORMKIT_INLINE Vec<double> round_to(const Vec<double>& v, double) { return v; }
+
+// ---- the first n lanes; the others load as zero ----
+
+template <class T>
+NORMKIT_INLINE Vec<compute_t<T>> load(const T* p, Part t) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 mask = __mmask16((1u << t.n) - 1u);
+  if constexpr (sizeof(T) == 2) {
+    VecF r;
+    r.part[0] = widen((U16)_mm256_maskz_loadu_epi16(mask, p), T{});
+    return r;
+  } else if constexpr (sizeof(T) == 4) {
+    VecF r;
+    r.part[0] = (VecF::Native)_mm512_maskz_loadu_ps(mask, p);
+    return r;
+  } else {
+    Vec<double> r;
+    r.part[0] = (Vec<double>::Native)_mm512_maskz_loadu_pd(__mmask8(mask), p);
+    return r;
+  }
+#else
+  T buffer[Vec<compute_t<T>>::kLanes] = {};
+  memcpy(buffer, p, t.n * sizeof(T));
+  return load(buffer, Full{});
+#endif
+}
+template <class T>
+NORMKIT_INLINE void store(T* p, const Vec<compute_t<T>>& v, Part t) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 mask = __mmask16((1u << t.n) - 1u);
+  if constexpr (sizeof(T) == 2)
+    _mm256_mask_storeu_epi16(p, mask, (__m256i)narrow(v.part[0], T{}));
+  else if constexpr (sizeof(T) == 4)
+    _mm512_mask_storeu_ps(p, mask, (__m512)v.part[0]);
+  else
+    _mm512_mask_storeu_pd(p, __mmask8(mask), (__m512d)v.part[0]);
+#else
+  T buffer[Vec<compute_t<T>>::kLanes];
+  store(buffer, v, Full{});
+  memcpy(p, buffer, t.n * sizeof(T));
+#endif
+}
+
+// ---- streaming stores: past the cache, for outputs larger than it. The address must be a multiple of 64 bytes (32 for
+// half types). Where there are none, an ordinary store.
+
+template <class T>
+NORMKIT_INLINE void stream(T* p, const Vec<compute_t<T>>& v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 2)
+    _mm256_stream_si256((__m256i*)p, (__m256i)narrow(v.part[0], T{}));
+  else
+    _mm512_stream_si512((__m512i*)p, (__m512i)v.part[0]);
+#elif defined(__SSE2__)
+  alignas(64) T buffer[Vec<compute_t<T>>::kLanes];
+  store(buffer, v, Full{});
+  for (unsigned i = 0; i < sizeof buffer / 16; ++i)
+    _mm_stream_si128((__m128i*)p + i, _mm_load_si128((const __m128i*)buffer + i));
+#else
+  store(p, v, Full{});
+#endif
+}
+
+// Order the streaming stores before whatever the thread does next.
+NORMKIT_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace normkit::NORMKIT_ISA

@@ -1,0 +1,212 @@
+// Mean and sum of squared deviations of many elements, exact in any layout: corrected two-pass over pieces that stay in
+// the first cache, merged (Chan) in double. Never E[x^2] - E[x]^2.
+#pragma once
+
+#include "rows.h"
+
+namespace normkit::NORMKIT_ISA {
+
+struct Moments {
+  double count = 0, mean = 0, squares = 0;
+
+  NORMKIT_INLINE void merge(double n, double m, double s) {
+    if (n == 0) return;
+    const double total = count + n, delta = m - mean;
+    mean += delta * (n / total);
+    squares += s + delta * delta * (count * n / total);
+    count = total;
+  }
+};
+
+// The statistic's mean in two parts and its reciprocal deviation, as the elementwise passes want them.
+template <class A>
+NORMKIT_INLINE Statistic<A> statistic_of(double mean, double variance, double eps) {
+  const A high = A(mean);
+  const A spread = A(variance) + A(eps);
+  // Beyond A's exponents (values of 1e30 in float) the root is still inside them.
+  const A rstd = out_of_range(spread) ? A(1 / __builtin_sqrt(variance + eps)) : A(1) / sqrt_of(spread);
+  return {high, A(mean - high), rstd};
+}
+
+constexpr int64_t kElementsTogether = 8192;
+
+template <class X>
+NORMKIT_INLINE double value_at(const X* x, int64_t j) {
+  compute_t<X> lanes[Vec<compute_t<X>>::kLanes];
+  store(lanes, load(x + j, Part{1}), Full{});
+  return lanes[0];
+}
+
+// A mask of bytes as lanes of 0 and 1.
+template <class A, class Tag>
+NORMKIT_INLINE Vec<A> load_mask(const uint8_t* mask, Tag tag) {
+  A lanes[Vec<A>::kLanes] = {};
+  for (int k = 0; k < used_lanes<A>(tag); ++k) lanes[k] = mask[k] ? A(1) : A(0);
+  return load(lanes, Full{});
+}
+template <class A>
+NORMKIT_INLINE Vec<A> where_valid(const Vec<A>& valid, const Vec<A>& v) {
+  return where_less(Vec<A>(), valid, v, Vec<A>());
+}
+
+template <class X>
+__attribute__((noinline)) void wide_segment(const X* x, const uint8_t* mask, int64_t n, double count, double& mean,
+                                            double& squares) {
+  mean = squares = 0;
+  for (int64_t j = 0; j < n; ++j)
+    if (!mask || mask[j]) mean += value_at(x, j);
+  mean /= count;
+  for (int64_t j = 0; j < n; ++j) {
+    const double c = value_at(x, j) - mean;
+    if (!mask || mask[j]) squares += c * c;
+  }
+}
+
+// Merge n contiguous elements into `into`; with a mask only those where it is not 0.
+template <class X, bool Masked>
+NORMKIT_INLINE void segment_moments(const X* x, const uint8_t* mask, int64_t n, Moments& into) {
+  using A = compute_t<X>;
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const int64_t m = smaller(kChunk, n - start);
+    const X* p = x + start;
+    const uint8_t* valid = Masked ? mask + start : nullptr;
+    double count = double(m);
+    if constexpr (Masked) {
+      count = 0;
+      for (int64_t j = 0; j < m; ++j) count += valid[j] != 0;
+      if (count == 0) continue;
+    }
+    const A high = A(reduce(accumulate<A, Vec<A>>(m, [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+      Vec<A> v = load(p + j, tag);
+      if constexpr (Masked) v = where_valid(load_mask<A>(valid + j, tag), v);
+      acc += v;
+    })) / count);
+    const auto both = accumulate<A, Pair<A>>(m, [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+      Vec<A> c = keep(load(p + j, tag) - Vec<A>(high), tag);
+      if constexpr (Masked) c = where_valid(load_mask<A>(valid + j, tag), c);
+      acc.first += c;
+      acc.second += c * c;
+    });
+    const double sum = reduce(both.first);
+    double mean = high + sum / count, squares = reduce(both.second) - sum * (sum / count);
+    if (!is_finite(squares)) wide_segment(p, valid, m, count, mean, squares);
+    into.merge(count, mean, squares < 0 ? 0 : squares);
+  }
+}
+
+// The same for `segments` pieces of n contiguous elements, `stride` apart: short ones are taken together, as many as stay
+// in a near cache.
+template <class X, bool Masked>
+NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t segments, int64_t stride, int64_t n,
+                                    Moments& into) {
+  using A = compute_t<X>;
+  const int64_t together = kElementsTogether / n;
+  if (Masked || together < 2) {
+    for (int64_t i = 0; i < segments; ++i)
+      segment_moments<X, Masked>(x + i * stride, Masked ? mask + i * n : nullptr, n, into);
+    return;
+  }
+  for (int64_t first = 0; first < segments; first += together) {
+    const int64_t last = smaller(first + together, segments);
+    const double count = double((last - first) * n);
+    Four<Vec<A>> sums;
+    for (int64_t i = first; i < last; ++i) {
+      const X* p = x + i * stride;
+      accumulate_more<A>(sums, n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(p + j, tag); });
+    }
+    const A high = A(reduce(sums.total()) / count);
+    Four<Pair<A>> pairs;
+    for (int64_t i = first; i < last; ++i) {
+      const X* p = x + i * stride;
+      accumulate_more<A>(pairs, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> c = keep(load(p + j, tag) - Vec<A>(high), tag);
+        acc.first += c;
+        acc.second += c * c;
+      });
+    }
+    const Pair<A> both = pairs.total();
+    const double sum = reduce(both.first), squares = reduce(both.second) - sum * (sum / count);
+    if (is_finite(squares)) {
+      into.merge(count, high + sum / count, squares < 0 ? 0 : squares);
+      continue;
+    }
+    for (int64_t i = first; i < last; ++i) segment_moments<X, false>(x + i * stride, nullptr, n, into);
+  }
+}
+
+// ---- columns: the moments of each channel over rows of channels ----
+
+constexpr int64_t kRowsPerPiece = 128;
+
+struct ColumnMoments {
+  double* mean;     // [channels]
+  double* squares;  // [channels]
+  double count = 0;
+};
+
+// Merge one piece (at most kRowsPerPiece rows) of V vectors of columns.
+template <class X, int V, class Tag>
+NORMKIT_INLINE void piece_moments(const X* x, const int64_t* rows, int64_t n, int64_t column, Tag tag,
+                                  const ColumnMoments& into) {
+  using A = compute_t<X>;
+  constexpr int L = Vec<A>::kLanes;
+  Vec<A> high[V], sum[V], squares[V];
+  for (int64_t r = 0; r < n; ++r)
+    for (int v = 0; v < V; ++v) high[v] += load(x + rows[r] + column + v * L, tag);
+  for (int v = 0; v < V; ++v) high[v] = high[v] * Vec<A>(A(1) / A(n));
+  for (int64_t r = 0; r < n; ++r)
+    for (int v = 0; v < V; ++v) {
+      const Vec<A> c = load(x + rows[r] + column + v * L, tag) - high[v];
+      sum[v] += c;
+      squares[v] += c * c;
+    }
+  const double total = into.count + n, share = n / total, weight = into.count * share, inverse = 1.0 / n;
+  for (int v = 0; v < V; ++v) {
+    A h[L], s[L], q[L];
+    store(h, high[v], Full{});
+    store(s, sum[v], Full{});
+    store(q, squares[v], Full{});
+    double* mean = into.mean + column + v * L;
+    double* m2 = into.squares + column + v * L;
+    for (int k = 0; k < used_lanes<A>(tag); ++k) {
+      const double low = s[k] * inverse;
+      double m = h[k] + low, piece = q[k] - s[k] * low;
+      if (!is_finite(piece)) [[unlikely]] {
+        m = piece = 0;
+        for (int64_t r = 0; r < n; ++r) m += value_at(x, rows[r] + column + v * L + k);
+        m *= inverse;
+        for (int64_t r = 0; r < n; ++r) {
+          const double c = value_at(x, rows[r] + column + v * L + k) - m;
+          piece += c * c;
+        }
+      }
+      const double delta = m - mean[k];
+      mean[k] += delta * share;
+      m2[k] += (piece < 0 ? 0 : piece) + delta * delta * weight;
+    }
+  }
+}
+
+// The moments of each of `channels` columns over rows [begin, end), rows `channels` apart; masked rows do not count.
+template <class X>
+void column_moments(const X* x, const uint8_t* mask, int64_t begin, int64_t end, int64_t channels, ColumnMoments& into) {
+  using A = compute_t<X>;
+  constexpr int L = Vec<A>::kLanes;
+  memset(into.mean, 0, channels * sizeof(double));
+  memset(into.squares, 0, channels * sizeof(double));
+  into.count = 0;
+  int64_t rows[kRowsPerPiece];
+  for (int64_t next = begin; next < end;) {
+    int64_t n = 0;
+    for (; next < end && n < kRowsPerPiece; ++next)
+      if (!mask || mask[next]) rows[n++] = next * channels;
+    if (n == 0) break;
+    int64_t c = 0;
+    for (; c + 4 * L <= channels; c += 4 * L) piece_moments<X, 4>(x, rows, n, c, Full{}, into);
+    for (; c + L <= channels; c += L) piece_moments<X, 1>(x, rows, n, c, Full{}, into);
+    if (c < channels) piece_moments<X, 1>(x, rows, n, c, Part{int(channels - c)}, into);
+    into.count += n;
+  }
+}
+
+}  // namespace normkit::NORMKIT_ISA

@@ -1,0 +1,209 @@
+// RMSNorm and LayerNorm over rows, with residual sum and gate.
+#pragma once
+
+#include "rows.h"
+
+namespace normkit::NORMKIT_ISA {
+
+// ---- what is normalized ----
+
+template <class X>
+struct PlainSource {
+  using A = compute_t<X>;
+  static constexpr bool kDirect = sizeof(X) == sizeof(A);
+  static constexpr bool kCanCentre = true;
+  const X* x;
+  template <class Tag>
+  NORMKIT_INLINE Vec<A> operator()(int64_t j, Tag tag) const {
+    return load(x + j, tag);
+  }
+  NORMKIT_INLINE const A* row() const { return reinterpret_cast<const A*>(x); }
+};
+
+// x + residual, rounded to the residual's dtype, which is also what the statistic sees.
+template <class X, class R>
+struct ResidualSource {
+  using A = compute_t<X>;
+  static constexpr bool kDirect = sizeof(R) == sizeof(A);
+  static constexpr bool kCanCentre = true;
+  const X* x;
+  const R* residual;
+  R* sum;
+  template <class Tag>
+  NORMKIT_INLINE Vec<A> operator()(int64_t j, Tag tag) const {
+    const Vec<A> v = round_to(load(x + j, tag) + load(residual + j, tag), R{});
+    store(sum + j, v, tag);
+    return v;
+  }
+  NORMKIT_INLINE const A* row() const { return reinterpret_cast<const A*>(sum); }
+};
+
+template <class X>
+struct GatedSource {
+  using A = compute_t<X>;
+  static constexpr bool kDirect = false;
+  static constexpr bool kCanCentre = false;
+  const X* x;
+  const X* gate;
+  bool silu;
+  template <class Tag>
+  NORMKIT_INLINE Vec<A> operator()(int64_t j, Tag tag) const {
+    return load(x + j, tag) * activate(load(gate + j, tag), silu);
+  }
+  NORMKIT_INLINE const A* row() const { return nullptr; }
+};
+
+// ---- from the statistic to the output ----
+
+template <class A>
+struct Finish {
+  const A* row;
+  int64_t n;
+  Statistic<A> stat;
+  const A* gain;
+  const A* bias;
+  const void* gate;
+  void* y;
+  bool silu, round_product, stream;
+};
+
+// Mid is the type that the normalized value is rounded to before the gain multiplies it (A: not rounded).
+template <class A, class Y, class Mid, bool Centered, bool Bias, bool Gated>
+void finish_row(const Finish<A>& f) {
+  Y* y = static_cast<Y*>(f.y);
+  const auto at = [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+    Vec<A> v = load(f.row + j, tag);
+    if constexpr (Centered) v = centre(v, f.stat.high, f.stat.low);
+    v = round_to(v * Vec<A>(f.stat.rstd), Mid{}) * load(f.gain + j, tag);
+    if constexpr (Bias) v = v + load(f.bias + j, tag);
+    if constexpr (Gated) {
+      if (f.round_product) v = round_to(v, Mid{});
+      v = v * activate(load(static_cast<const Y*>(f.gate) + j, tag), f.silu);
+    }
+    return v;
+  };
+  constexpr int L = Vec<A>::kLanes;
+  if (f.stream && !Gated && f.n % L == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0)
+    for (int64_t j = 0; j < f.n; j += L) stream(y + j, at(j, Full{}));
+  else
+    for_each<A>(f.n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(y + j, at(j, tag), tag); });
+}
+
+template <class A>
+using FinishRow = void (*)(const Finish<A>&);
+
+// A gate on the output comes without mean and bias (the op layer sees to it): that is all that models use.
+template <class A, class Y, class Mid>
+FinishRow<A> select_finish(bool centered, bool bias, bool gated) {
+  if (gated) return finish_row<A, Y, Mid, false, false, true>;
+  if (centered) return bias ? finish_row<A, Y, Mid, true, true, false> : finish_row<A, Y, Mid, true, false, false>;
+  return bias ? finish_row<A, Y, Mid, false, true, false> : finish_row<A, Y, Mid, false, false, false>;
+}
+
+NORMKIT_INLINE bool is_half(DType t) { return t == DType::bfloat16 || t == DType::float16; }
+
+NORMKIT_INLINE FinishRow<float> select_finish_float(const RowsForward& a) {
+  const DType stream_dtype = a.residual.data ? a.residual.dtype : a.x.dtype;
+  const DType mid = !a.round_before_gain     ? DType::float32
+                    : is_half(stream_dtype) ? stream_dtype
+                                            : a.y.dtype;
+  const bool bias = a.bias != nullptr, gated = a.gate.data && !a.gate_before;
+  switch (a.y.dtype) {
+    case DType::bfloat16:
+      return mid == DType::bfloat16 ? select_finish<float, bfloat16, bfloat16>(a.centered, bias, gated)
+                                    : select_finish<float, bfloat16, float>(a.centered, bias, gated);
+    case DType::float16:
+      return mid == DType::float16 ? select_finish<float, float16, float16>(a.centered, bias, gated)
+                                   : select_finish<float, float16, float>(a.centered, bias, gated);
+    default:
+      return mid == DType::bfloat16  ? select_finish<float, float, bfloat16>(a.centered, bias, gated)
+             : mid == DType::float16 ? select_finish<float, float, float16>(a.centered, bias, gated)
+                                     : select_finish<float, float, float>(a.centered, bias, gated);
+  }
+}
+NORMKIT_INLINE FinishRow<double> select_finish_double(const RowsForward& a) {
+  return select_finish<double, double, double>(a.centered, a.bias != nullptr, a.gate.data && !a.gate_before);
+}
+
+NORMKIT_INLINE int64_t size_of(DType t) { return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2; }
+
+// ---- the loop over rows ----
+
+// Make is called with the addresses of one row and returns its Source.
+template <class X, class R, class Make>
+void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRow<compute_t<X>> finish, const Make& make) {
+  using A = compute_t<X>;
+  const int64_t n = a.features;
+  ScratchRow<A> scratch(n);
+  RowView y_bytes = a.y;  // the type of y is known to `finish` alone
+  for (int64_t& s : y_bytes.stride) s *= size_of(a.y.dtype);
+  RowCursor<X> x(a.x, begin);
+  RowCursor<X> gate(a.gate, begin);
+  RowCursor<R> residual(a.residual, begin), sum(a.sum, begin);
+  RowCursor<char> y(y_bytes, begin);
+  int64_t phase = begin % a.period;
+  Finish<A> f{nullptr, n, {}, nullptr, nullptr, nullptr, nullptr, a.silu, a.round_product, a.stream};
+  for (int64_t i = begin; i < end; ++i) {
+    const auto source = make(x.get(), residual.get(), sum.get(), gate.get());
+    using Source = decltype(make(x.get(), residual.get(), sum.get(), gate.get()));
+    if (Source::kCanCentre && a.centered)
+      f.stat = layer_statistic<A>(source, scratch.get(), n, a.eps);
+    else
+      f.stat = rms_statistic<A>(source, scratch.get(), n, a.eps);
+    f.row = Source::kDirect ? source.row() : scratch.get();
+    f.gain = static_cast<const A*>(a.gain) + phase * n;
+    f.bias = a.bias ? static_cast<const A*>(a.bias) + phase * n : nullptr;
+    f.gate = gate.get();
+    f.y = y.get();
+    finish(f);
+    if (a.mean) a.mean[i] = double(f.stat.high) + double(f.stat.low);
+    if (a.rstd) static_cast<A*>(a.rstd)[i] = f.stat.rstd;
+    x.next();
+    gate.next();
+    residual.next();
+    sum.next();
+    y.next();
+    if (++phase == a.period) phase = 0;
+  }
+  if (a.stream) stream_fence();
+}
+
+template <class X, class R>
+void run_residual(const RowsForward& a, int64_t begin, int64_t end, FinishRow<compute_t<X>> finish) {
+  run_rows<X, R>(a, begin, end, finish, [](const X* x, const R* residual, R* sum, const X*) {
+    return ResidualSource<X, R>{x, residual, sum};
+  });
+}
+
+template <class X>
+void rows_forward_from(const RowsForward& a, int64_t begin, int64_t end, FinishRow<compute_t<X>> finish) {
+  if (a.residual.data) {
+    if constexpr (sizeof(X) == 2) {
+      if (a.residual.dtype == DType::float32) return run_residual<X, float>(a, begin, end, finish);
+    }
+    return run_residual<X, X>(a, begin, end, finish);
+  }
+  if (a.gate.data && a.gate_before) {
+    const bool silu = a.silu;
+    return run_rows<X, X>(a, begin, end, finish, [silu](const X* x, const X*, X*, const X* gate) {
+      return GatedSource<X>{x, gate, silu};
+    });
+  }
+  run_rows<X, X>(a, begin, end, finish, [](const X* x, const X*, X*, const X*) { return PlainSource<X>{x}; });
+}
+
+// Rows [begin, end).
+inline void rows_forward(const RowsForward& a, int64_t begin, int64_t end) {
+  switch (a.x.dtype) {
+    case DType::float32:
+      return rows_forward_from<float>(a, begin, end, select_finish_float(a));
+    case DType::bfloat16:
+      return rows_forward_from<bfloat16>(a, begin, end, select_finish_float(a));
+    case DType::float16:
+      return rows_forward_from<float16>(a, begin, end, select_finish_float(a));
+    case DType::float64:
+      return rows_forward_from<double>(a, begin, end, select_finish_double(a));
+  }
+}
+
+}  // namespace normkit::NORMKIT_ISA

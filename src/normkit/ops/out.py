@@ -1,0 +1,67 @@
+"""Forms that write into given tensors: no allocation, no gradient, any of the operator's inputs as the output.
+
+``x_out(..., out=)`` takes the arguments of ``x`` (but ``dtype``: the output's own counts) and returns ``out``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normkit.ops import channels, rows
+from normkit.ops.autograd import native
+
+_bump: Callable[[Tensor], None] = torch.autograd.graph.increment_version
+_compiling = torch.compiler.is_compiling
+
+
+def _make_out(entry: Callable[..., Any], *outputs: str) -> Callable[..., Any]:
+    name = entry.__name__
+    operator = f"{name}_out"
+    parameters = inspect.signature(entry).parameters
+    defaults = tuple(p.default for p in parameters.values() if p.name != "dtype")
+    takes_dtype = "dtype" in parameters
+
+    def write(*args: Any, **given: Tensor) -> Any:
+        if set(given) != set(outputs):
+            raise TypeError(f"{operator} takes {', '.join(f'{o}=' for o in outputs)} by keyword; got {sorted(given)}")
+        targets = [given[o] for o in outputs]
+        args += defaults[len(args) :]
+        with torch.no_grad():
+            done = False
+            if native(args[0]):
+                try:
+                    getattr(torch.ops.normkit, operator).default(*args, *targets)
+                    done = True
+                except RuntimeError:
+                    if _compiling():
+                        raise
+            if not done:
+                results = entry(*args, targets[0].dtype) if takes_dtype else entry(*args)
+                for target, result in zip(targets, results if isinstance(results, tuple) else (results,), strict=True):
+                    if target.shape != result.shape:
+                        raise ValueError(f"out has shape {tuple(target.shape)}; the result has {tuple(result.shape)}")
+                    target.copy_(result)
+            elif not _compiling():
+                for target in targets:
+                    _bump(target)  # a stable-ABI operator does not do it
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    write.__name__ = write.__qualname__ = operator
+    write.__doc__ = f"`{name}` into {' and '.join(f'``{o}``' for o in outputs)}."
+    return write
+
+
+rms_norm_out = _make_out(rows.rms_norm, "out")
+layer_norm_out = _make_out(rows.layer_norm, "out")
+add_rms_norm_out = _make_out(rows.add_rms_norm, "out", "sum")
+add_layer_norm_out = _make_out(rows.add_layer_norm, "out", "sum")
+gated_rms_norm_out = _make_out(rows.gated_rms_norm, "out")
+group_norm_out = _make_out(channels.group_norm, "out")
+batch_norm_out = _make_out(channels.batch_norm, "out")
+batch_norm_train_out = _make_out(channels.batch_norm_train, "out", "mean", "variance", "count")
+channel_layer_norm_out = _make_out(channels.channel_layer_norm, "out")
