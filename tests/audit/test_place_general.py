@@ -67,18 +67,23 @@ def test_a_mean_minus_what_it_is_the_mean_of_is_no_residual_add() -> None:
 class LinearAttention(nn.Module):
     """Normalized queries meet normalized keys, and the keys make a state besides."""
 
-    def __init__(self) -> None:
+    def __init__(self, decays: bool) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.decay = nn.Linear(D, D) if decays else None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = F.normalize(self.q(x), dim=-1), F.normalize(self.k(x), dim=-1), self.v(x)
+        if self.decay is not None:
+            decay = F.logsigmoid(self.decay(x)).cumsum(1)
+            q, k = q * decay.exp(), k * (-decay).exp()
         state = k.transpose(1, 2) @ v
         return self.o((q @ k.transpose(1, 2)).tril() @ v + q @ state)
 
 
-def test_queries_and_keys_of_a_linear_attention() -> None:
-    found = places(nn.Sequential(Pre(LinearAttention()), Pre(), nn.LayerNorm(D)), torch.randn(2, 5, D))
+@pytest.mark.parametrize("decays", [False, True])
+def test_queries_and_keys_of_a_linear_attention(decays: bool) -> None:
+    found = places(nn.Sequential(Pre(LinearAttention(decays)), Pre(), nn.LayerNorm(D)), torch.randn(2, 5, D))
     assert [found[f"0.branch#{i}"] for i in (0, 1)] == ["qk", "qk"]
 
 

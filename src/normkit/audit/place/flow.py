@@ -435,6 +435,17 @@ class Flow:
         """The activations among a vertex's inputs."""
         return self._actives(index)
 
+    def normed_factors(self, value: int, depth: int = 3) -> set[int]:
+        """The norms that a value carries, through products that gate it (none of which makes it larger)."""
+        root = self.root[value]
+        if root in self.norms:
+            return {root}
+        if root < 0 or depth == 0 or self.roles[root] is not Role.MUL:
+            return set()
+        size = _numel(self.trace.values[self.trace.nodes[root].outputs[0]].shape)
+        full = [v for v in self.actives(root) if _numel(self.trace.values[v].shape) == size]
+        return {norm for v in full for norm in self.normed_factors(v, depth - 1)}
+
     def is_convolution(self, index: int) -> bool:
         """Whether a vertex is a convolution over space or time (a 1x1 one is a linear map)."""
         if self.names[index] not in CONVOLUTIONS:

@@ -392,16 +392,11 @@ class _Placer:
     def _meets_norm(self, vertex: int, mix: int, value: int) -> bool:
         """Whether a product is of one normalized activation with another (queries and keys of a linear attention)."""
         flow = self.flow
-        if flow.root[value] != vertex:
+        if vertex not in flow.normed_factors(value):
             return False
-        for other in flow.actives(mix):
-            root = flow.root[other]
-            if other == value or root == vertex or root not in flow.norms:
-                continue
-            widths = {flow.trace.values[flow.norms[v][1].output].shape[-1] for v in (root, vertex)}
-            if len(widths) == 1:
-                return True
-        return False
+        width = flow.trace.values[flow.norms[vertex][1].output].shape[-1]
+        met = {root for other in flow.actives(mix) if other != value for root in flow.normed_factors(other)}
+        return any(flow.trace.values[flow.norms[root][1].output].shape[-1] == width for root in met - {vertex})
 
     def _scores(self, mix: int, value: int) -> bool:
         flow = self.flow
