@@ -59,7 +59,7 @@ def test_any_pair_of_dtypes_works_and_the_output_dtype_is_declared(x_dtype, w_dt
 def test_the_order_of_casts_is_told_by_distance_to_both():
     """The two orders differ on a quarter of bfloat16 outputs, by up to 0.03: a tolerance of 1e-2 sees nothing."""
     torch.manual_seed(0)
-    x, w = torch.randn(64, 256).to(BF16), (1 + 0.3 * torch.randn(256)).to(BF16)
+    x, w = torch.randn(512, 256).to(BF16), (1 + 0.3 * torch.randn(256)).to(BF16)
     wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     llama, gemma = wide.to(BF16) * w, (wide * w.float()).to(BF16)
     assert 0.15 < (llama != gemma).double().mean() < 0.4
@@ -67,8 +67,8 @@ def test_the_order_of_casts_is_told_by_distance_to_both():
         (F.rms_norm(x, 256, w, 1e-6, rounding="before_gain"), llama),
         (F.rms_norm(x, 256, w, 1e-6, rounding="after_gain"), gemma),
         (F.norm(x, LLAMA, w), llama),
-    ):  # a kernel sums in another order: a value in ten thousand may round to the other side
-        assert (ours != theirs).double().mean() <= 1e-3
+    ):  # a kernel sums in another order: of 1e5 values one in ten thousand may round to the other side
+        assert (ours != theirs).double().mean() <= 1e-4
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
     assert torch.equal(normalize(x, LLAMA, w), llama)
 

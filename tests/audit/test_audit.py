@@ -55,6 +55,40 @@ def test_repeated_calls_are_one_norm_and_inline_norms_are_found() -> None:
     assert (normalized.eps_at, normalized.eps) == ("floor", pytest.approx(1e-12, rel=0.02))
 
 
+class Chain(nn.Module):
+    """A weightless LayerNorm (a module, or fused and inline), and RMSNorm of its output written as operators."""
+
+    def __init__(self, as_module: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12, elementwise_affine=False) if as_module else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = nn.functional.layer_norm(x, (12,)) if self.norm is None else self.norm(x)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_an_inline_norm_does_not_swallow_the_norm_before_it(as_module: bool) -> None:
+    """Together they are again a LayerNorm by behaviour, so only where the slice begins tells them apart."""
+    assert [n.kind for n in audit(Chain(as_module), torch.randn(3, 5, 12)).norms] == ["layer", "rms"]
+
+
+@pytest.mark.parametrize("kind", ["whisper", "bart"])
+def test_a_pair_is_audited_with_its_encoder(kind: str) -> None:
+    loaded = load(kind)
+    result = audit(loaded.model, *loaded.args, **loaded.kwargs)
+    assert len({b.stream for b in result.branches}) == 2
+    assert any(".encoder." in n.name for n in result.norms)
+
+
+def test_two_towers_are_audited_together() -> None:
+    loaded = load("clip")
+    result = audit(loaded.model, *loaded.args, **loaded.kwargs)
+    assert {n.name.split(".")[0] for n in result.norms if not n.functional} == {"text_model", "vision_model"}
+
+
 def test_the_published_schema() -> None:
     result = audit(Inline(), torch.randn(3, 5, 12))
     written = json.loads(result.to_json())

@@ -119,6 +119,12 @@ def test_keeps_quiet(rule: str) -> None:
     assert rule not in [f.rule for f in run(CASES[rule][1]).findings]
 
 
+def test_norms_with_one_fault_are_one_finding() -> None:
+    model = nn.Sequential(PlainRMS(16, 1e-9, upcast=False), PlainRMS(16, 1e-9, upcast=False)).half()
+    found = [f.where for f in audit(model, torch.randn(2, 5, 16).half()).findings if f.rule == "eps-vanishes"]
+    assert found == [("0", "1")]
+
+
 def test_bfloat16_has_float32s_range_so_nothing_overflows() -> None:
     rules = {f.rule for f in run(half(1e-9, upcast=False, dtype=torch.bfloat16)).findings}
     assert rules.isdisjoint({"statistic-overflow", "eps-vanishes"})

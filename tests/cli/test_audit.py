@@ -66,6 +66,10 @@ class Broken(nn.Module):
 def broken():
     return Broken(), torch.randn(2, 3)
 
+def lazy():
+    import helper_for_test
+    return nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(helper_for_test.WIDTH)), torch.randn(3, 12)
+
 def number():
     return 7
 
@@ -73,7 +77,9 @@ def no_inputs():
     return nn.Linear(3, 3)
 """
     )
+    (tmp_path / "helper_for_test.py").write_text("WIDTH = 12")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return name
 
@@ -111,6 +117,11 @@ def test_weights_are_read(llama_folder: Path) -> None:
 def test_a_factory_and_given_inputs(factories: str) -> None:
     assert run(f"{factories}:mlp").exit_code == 0
     result = run(f"{factories}:no_inputs", "--inputs", "input=4x3:float32")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_factory_may_import_its_neighbours_when_called(factories: str) -> None:
+    result = run(f"{factories}:lazy")
     assert result.exit_code == 0, result.output
 
 

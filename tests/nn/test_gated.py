@@ -73,12 +73,12 @@ def test_bit_equal_in_bfloat16_to_the_family(name, attribute, theirs, ours, weig
     reference = trained(getattr(module, attribute)(64, **theirs).to(weights), spread=0.2)
     m = GatedRMSNorm(64, dtype=weights, **ours)
     m.load_state_dict(reference.state_dict())
-    x, gate = (randn(4, 50, 64, seed=s, dtype=torch.bfloat16) * 2 for s in (0, 1))
+    x, gate = (randn(32, 100, 64, seed=s, dtype=torch.bfloat16) * 2 for s in (0, 1))
     mine, other = m(x, gate), reference(x, gate)
     assert mine.dtype == other.dtype
     assert torch.equal(normalize(x, m.spec, m.weight, gate=gate), other)
-    # A kernel sums in another order: a value in ten thousand may round to the other side, by one or two units.
-    assert (mine != other).double().mean() <= 5e-4
+    # A kernel sums in another order: of 2e5 values one in 1e4 may round to the other side, by one or two units.
+    assert (mine != other).double().mean() <= 1e-4
     torch.testing.assert_close(mine, other, rtol=2**-6, atol=0)
 
 

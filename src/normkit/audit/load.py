@@ -33,14 +33,13 @@ SENTENCES = (
 # In the order in which a config's model is looked for: the classes with a head come first.
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
     "AutoModelForMaskedLM",
     "AutoModelForImageClassification",
-    "AutoModelForSpeechSeq2Seq",
     "AutoModelForCTC",
     "AutoModelForObjectDetection",
     "AutoModel",
 )
+_AUTO_CLASSES_OF_A_PAIR = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -215,11 +214,20 @@ def _model_class(config: Any) -> Any:
         found = getattr(library, architecture, None)
         if found is not None:
             return found
-    for name in _AUTO_CLASSES:
+    for name in _auto_classes(config):
         auto = getattr(library, name)
         if type(config) in auto._model_mapping:
             return auto
     raise ModelError(f"transformers has no model for the config {type(config).__name__}")
+
+
+def _auto_classes(config: Any) -> tuple[str, ...]:
+    """Auto classes that leave no part out: no encoder of a pair, no tower for text beside one for images."""
+    if getattr(config, "is_encoder_decoder", False):
+        return (*_AUTO_CLASSES_OF_A_PAIR, *_AUTO_CLASSES)
+    if getattr(config, "text_config", None) is not None and getattr(config, "vision_config", None) is not None:
+        return tuple(name for name in _AUTO_CLASSES if name != "AutoModelForImageClassification")
+    return _AUTO_CLASSES
 
 
 def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: Mapping[str, Tensor] | None) -> Loaded:
@@ -236,13 +244,12 @@ def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: 
 
 def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] | None) -> Loaded:
     module_name, _, attribute = target.partition(":")
-    sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # for good: a factory or a forward may import more of the user's files
+        sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ModelError(f"cannot import {module_name!r}: {_one_line(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
     factory = getattr(module, attribute, None)
     if factory is None:
         raise ModelError(f"{module_name!r} has no {attribute!r}")

@@ -143,10 +143,16 @@ def _leaves(trace: Trace, nodes: Sequence[int], source: int) -> list[int]:
 
 
 class InlineNorms:
-    """Finds the norms that leads (operators that form a statistic) belong to."""
+    """Finds the norms that leads (operators that form a statistic) belong to.
 
-    def __init__(self, trace: Trace) -> None:
+    Args:
+        trace: the recorded run.
+        claimed: the nodes of norms found already; grows while others are looked for.
+    """
+
+    def __init__(self, trace: Trace, claimed: set[int]) -> None:
         self.trace = trace
+        self.claimed = claimed
         self.consumers: dict[int, list[int]] = {}
         self._known: dict[int, Match | None] = {}
         self._identified: dict[str, Identification] = {}
@@ -348,7 +354,7 @@ class InlineNorms:
         return packet(node) in ADDS | CASTS and not any(self._dynamic[v] for v in others)
 
     def _sources(self, node: Node, shape: tuple[int, ...]) -> Iterator[int]:
-        """Values of the output's shape that the statistic was formed of, nearest first."""
+        """Values of the output's shape that the statistic was formed of, nearest first, up to another norm's output."""
         todo, seen = list(node.inputs), set()
         candidates: list[int] = []
         for _ in range(_LOOK_AHEAD):
@@ -360,8 +366,9 @@ class InlineNorms:
                 if self.trace.values[value].shape == shape and self.trace.values[value].dtype.is_floating_point:
                     candidates.append(value)
                 producer = self.trace.producer(value)
-                if producer is not None and packet(producer) not in MIXING:
-                    ahead.extend(producer.inputs)
+                if producer is None or packet(producer) in MIXING | FUSED or producer.index in self.claimed:
+                    continue
+                ahead.extend(producer.inputs)
             todo = ahead
         yield from candidates[:6]
 

@@ -28,7 +28,7 @@ def find_norms(trace: Trace, progress: Callable[[str], None] = lambda _: None) -
     """Every norm in the trace, modules first in order of their first call, then inline ones."""
     leads = _leads(trace)
     claimed: set[int] = set()
-    finder = InlineNorms(trace)
+    finder = InlineNorms(trace, claimed)
     occurrences = list(_module_norms(trace, leads, claimed, finder, progress))
     inline = list(finder.all([n for n in leads if n not in claimed]))
     first = {id(o): min(min(c.nodes) for c in o.calls) for o in (*occurrences, *inline)}

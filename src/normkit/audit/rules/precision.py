@@ -34,12 +34,14 @@ def statistic_overflow(evidence: Evidence, finding: Callable[..., Finding]) -> I
 @rule("eps-vanishes", "error", "eps is below the smallest number of the dtype that it is added in")
 def eps_vanishes(evidence: Evidence, finding: Callable[..., Finding]) -> Iterator[Finding]:
     """1e-8 and 1e-12 are 0 in float16: a row of zeros divides by zero."""
-    norms = [n for n in evidence.norms if _statistic_in_float16(n) and n.spec is not None and _vanishes(n.spec.eps)]
-    for norm in norms:
-        assert norm.spec is not None
+    by_eps: dict[str, list[str]] = {}
+    for norm in evidence.norms:
+        if _statistic_in_float16(norm) and norm.spec is not None and _vanishes(norm.spec.eps):
+            by_eps.setdefault(f"{norm.spec.eps:.3g}", []).append(norm.name)
+    for eps, where in by_eps.items():
         yield finding(
-            (norm.name,),
-            f"adds eps = {norm.spec.eps:.3g} in float16, where it is 0: a row of zeros gives NaN",
+            where,
+            f"adds eps = {eps} in float16, where it is 0: a row of zeros gives NaN",
             "form the statistic in float32, or take an eps of at least 1e-4 in float16",
         )
 
