@@ -15,7 +15,7 @@ from torch import Tensor
 
 from normkit.ops import channels, rows
 from normkit.ops import out as _out
-from normkit.reference import normalize
+from normkit.reference import normalize, output_dtype
 from normkit.spec import NormSpec
 
 Bound = Callable[..., Tensor | None]
@@ -56,12 +56,7 @@ def _plain_statistic(spec: NormSpec) -> bool:
 
 def _dtype(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype | None:
     """The output dtype for a row operator; None is x's own."""
-    if spec.output_dtype == "input" or weight is None:
-        return None
-    if spec.output_dtype == "weight":
-        return weight.dtype
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    return dtype if bias is None else torch.promote_types(dtype, bias.dtype)
+    return None if spec.output_dtype == "input" else output_dtype(x.dtype, spec, weight, bias)
 
 
 def _rows(spec: NormSpec) -> Bound | None:
