@@ -104,7 +104,8 @@ def _input_gradient(h: Tensor, unit: Tensor, measured: Measured, spec: NormSpec,
         pull = pull + inverse * (mean / n)
     if spec.partial < 1:  # features outside the statistic are only scaled by it
         features = h.shape[dims[0]]
-        pull = pull * (torch.arange(features, device=h.device) < partial_count(spec.partial, features)).to(h.dtype)
+        inside = (torch.arange(features, device=h.device) < partial_count(spec.partial, features)).to(h.dtype)
+        pull = pull * inside.reshape(-1, *[1] * (h.dim() - 1 - dims[0] % h.dim()))
     dx = inverse * h - pull
     return dx if measured.scale is None else dx * measured.scale
 

@@ -69,15 +69,18 @@ def _rows(spec: NormSpec) -> Bound | None:
         return None
     plain, into = (rows.layer_norm, _out.layer_norm_out) if spec.centered else (rows.rms_norm, _out.rms_norm_out)
     eps, offset = spec.eps, spec.weight_offset
-    in_input, before = spec.gain_dtype == "input", spec.rounding == "before_gain"
+    before = spec.rounding == "before_gain"
     everywhere = spec.rounding == "none"  # no float32 at all: kernels only where there is nothing narrower
+    in_input = spec.gain_dtype == "input" or everywhere
     gate_before = spec.gate is not None and spec.gate[1] == "before"
     gated = spec.gate is not None and not spec.centered
     silu = spec.gate is not None and spec.gate[0] == "silu"
     ndim = len(spec.channel_dim) if isinstance(spec.channel_dim, tuple) else 1
     groups = spec.groups
     first = spec.channel_dim == 1
-    if (spec.gate is not None and not gated) or (before and spec.has_bias):
+    if (spec.gate is not None and not gated) or (spec.has_bias and (before or gated)):
+        return None
+    if spec.has_bias and not spec.has_weight and groups > 1:  # the backward sums over rows as the gain repeats in them
         return None
     simple = ndim == 1 and groups == 1 and spec.gate is None and not everywhere and not first
     takes_weight, takes_bias = spec.has_weight, spec.has_bias
@@ -147,7 +150,7 @@ def _as_rows(t: Tensor | None, ndim: int, groups: int) -> Tensor | None:
 def _plain_channels(spec: NormSpec) -> bool:
     return (
         isinstance(spec.channel_dim, int)
-        and (spec.axes != "features" or spec.channel_dim == 1)
+        and (spec.axes != "features" or (spec.channel_dim == 1 and spec.groups == 1))
         and _plain_statistic(spec)
         and spec.centered
         and (spec.weight_offset == 0 or spec.gain_dtype == "float32")
