@@ -22,6 +22,7 @@ RANKS = {
     "residual": 5,
     "audit": 6,
     "convert": 6,
+    "explain": 7,
     "bench": 6,
     "lab": 7,
     "cli": 8,

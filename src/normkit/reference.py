@@ -112,7 +112,7 @@ def normalize_measured(
     if valid is not None:  # whatever padding holds, NaN too, enters neither the result nor a gradient
         z = torch.where(valid, z, 0)
         gate = gate if gate is None else torch.where(valid, gate, 0)
-    gate_factor = None if gate is None else _activate(gate.to(compute), spec)
+    gate_factor = None if gate is None else activate(gate.to(compute), spec)
     if gate_factor is not None and spec.gate is not None and spec.gate[1] == "before":
         z = z * gate_factor
     gain = form_gain(weight, spec, x.dim(), compute)
@@ -416,7 +416,8 @@ def _with_running(
     return _affine((z - mean) * inverse, spec, gain, shift, dtype, None)
 
 
-def _activate(gate: Tensor, spec: NormSpec) -> Tensor:
+def activate(gate: Tensor, spec: NormSpec) -> Tensor:
+    """The factor that a gate becomes: silu or sigmoid of it."""
     assert spec.gate is not None
     return torch.nn.functional.silu(gate) if spec.gate[0] == "silu" else torch.sigmoid(gate)
 
