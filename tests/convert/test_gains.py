@@ -73,7 +73,7 @@ def saved(name: str, folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_family(name: str, tmp_path: Path) -> None:
-    """Never wrong, whichever way a file is stored; told in 97 of 100 cases where it is as the model reads it."""
+    """Never wrong, whichever way a file is stored; told in 95 of 100 cases where it is as the model reads it."""
     offsets = saved(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     reads = what_the_config_reads(checkpoint).norms
@@ -94,7 +94,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
                     assert gain.stored in (want, None), (kind, swapped, gain)
                     if not swapped:
                         told, total = told + (gain.stored is not None), total + 1
-    assert told >= 0.97 * total, (told, total)
+    assert told >= 0.95 * total, (told, total)
 
 
 PLAIN = {

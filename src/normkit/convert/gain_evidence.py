@@ -24,6 +24,8 @@ OFFSETS: dict[Convention, float] = {"w": 0.0, "1+w": 1.0}
 CONSTANT = 7.0
 """The score of a norm at its start: exactly 1 everywhere, or exactly 0."""
 _COUNTED = (0.25, 16.0)
+_ENOUGH = 16
+"""Fewer values say nothing certain of their own spread: the score shrinks with them."""
 _OUTLIERS = 0.03
 _STARTS = (0.4, 0.05)
 """Weight and width, in the logarithm, of gains that stayed near where training starts."""
@@ -42,7 +44,8 @@ def score(stored: Tensor) -> float:
         return 0.0
     if float(values.min()) == float(values.max()):
         return {1.0: CONSTANT, 0.0: -CONSTANT}.get(float(values[0]), 0.0)
-    return _evidence(values, 0.0) - _evidence(values, 1.0)
+    enough = min(1.0, values.numel() / _ENOUGH)
+    return enough * (_evidence(values, 0.0) - _evidence(values, 1.0))
 
 
 def _evidence(stored: Tensor, offset: float) -> float:

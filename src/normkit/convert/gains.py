@@ -93,7 +93,7 @@ def detect_gains(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     progress("building the config's model")
     said = what_the_config_reads(checkpoint)
-    tags = _tags(checkpoint)
+    tags = gain_tags(checkpoint)
     found = []
     for name in said.norms or _candidates(checkpoint):
         stored = checkpoint.tensors[name]
@@ -167,7 +167,8 @@ def _candidates(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _tags(checkpoint: Checkpoint) -> dict[str, Convention]:
+def gain_tags(checkpoint: Checkpoint) -> dict[str, Convention]:
+    """The conventions that earlier conversions wrote into the metadata."""
     found: dict[str, Convention] = {}
     for file, metadata in checkpoint.metadata.items():
         try:
@@ -284,7 +285,7 @@ def convert_gains(
         receipt.notes += said
     if out is not None:
         tags: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for name, convention in {**_tags(checkpoint), **{name: move[1] for name, move in moves.items()}}.items():
+        for name, convention in {**gain_tags(checkpoint), **{name: move[1] for name, move in moves.items()}}.items():
             if name in checkpoint.tensors:
                 tags[checkpoint.file_of(name)][name] = convention
         outputs = [_output(checkpoint, name, shifts.get(name, 0.0)) for name in checkpoint.tensors]
