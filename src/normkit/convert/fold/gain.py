@@ -28,6 +28,7 @@ from normkit.convert.fold.plan import (
     widened_copy,
 )
 from normkit.convert.fold.proof import FoldReceipt, Proof
+from normkit.convert.fold.tied import Tie, untie_edit, untie_note
 from normkit.convert.receipt import Refusal
 from normkit.spec import NormSpec
 
@@ -74,8 +75,8 @@ def fold(
     first: list[Edit] = []
     notes: list[str] = []
     if untie and plan.ties:
-        first = [_untie(tie) for tie in plan.ties]
-        notes = [f"{tie.target} was untied from {', '.join(tie.others)}: it is saved on its own" for tie in plan.ties]
+        first = [untie_edit(tie) for tie in plan.ties]
+        notes = [untie_note(tie) for tie in plan.ties]
         plan = _plan(Scene(widened_copy(model, first), example), only)
     if plan.biases:
         notes.append(f"new parameters, where a norm had a bias and the map had none: {', '.join(plan.biases)}")
@@ -83,16 +84,10 @@ def fold(
 
 
 @dataclass
-class _Tie:
-    target: str
-    others: tuple[str, ...]
-
-
-@dataclass
 class _Plan:
     steps: list[Step]
     refused: list[Refusal]
-    ties: list[_Tie]
+    ties: list[Tie]
     biases: dict[str, str]
 
 
@@ -200,7 +195,7 @@ def _linears(scene: Scene, norm: Occurrence, *, shifted: bool, plan: _Plan) -> l
             own = [s for s in error.slots if s.rpartition(".")[0] == linear.module]
             others = tuple(s for s in error.slots if s not in own)
             if len(own) == 1 and others:
-                plan.ties.append(_Tie(own[0], others))
+                plan.ties.append(Tie(own[0], others))
             tied = error
     if tied is not None:
         raise tied
@@ -233,14 +228,3 @@ def _check_shift(scene: Scene, linear: Linear, linears: list[Linear], name: str,
 def _zeros(scene: Scene, linear: Linear) -> Tensor:
     weight = scene.trace.leaves[linear.leaf]
     return torch.zeros(_features(linear, weight), dtype=weight.dtype, device=weight.device)
-
-
-def _untie(tie: _Tie) -> Edit:
-    def edit(editor: Editor) -> None:
-        editor.set_parameter(tie.target, editor.tensor(tie.target))
-        editor.touched.update(tie.others)
-        config = getattr(editor.model, "config", None)
-        if getattr(config, "tie_word_embeddings", False) is True:  # or loading would tie them again
-            editor.set_attribute(config, "tie_word_embeddings", False)
-
-    return edit
