@@ -76,7 +76,7 @@ class Editor:
             raise ConversionError(f"{type(old).__name__} is the model itself: wrap it in a module to convert it")
         self.touched.update(f"{name}.{n}" for n, _ in (*old.named_parameters(), *new.named_parameters()))
         for parent, key in places:
-            parent._modules[key] = new
+            setattr(parent, key, new)  # a parent may note what its norms take
 
         def blocked() -> str | None:
             moved = any(parent._modules.get(key) is not new for parent, key in places)
@@ -84,7 +84,7 @@ class Editor:
 
         def back() -> None:
             for parent, key in places:
-                parent._modules[key] = old
+                setattr(parent, key, old)
 
         self._log.append((blocked, back))
 

@@ -143,23 +143,34 @@ def _floats(structure: Any) -> list[Tensor]:
 
 
 def difference(got: Run, expected: Run, touched: set[str]) -> Difference:
-    """How far two runs are apart; gradients of what both have and neither changed."""
+    """How far two runs are apart; gradients of what both have and neither changed.
+
+    A gradient's error is relative to its own largest entry, or to a thousandth of the largest of all: some gradients
+    are zero but for rounding (a bias before a norm that removes it).
+    """
     common = [n for n in expected.gradients if n in got.gradients and n not in touched]
-    pairs = [(got.gradients[n], expected.gradients[n]) for n in common]
+    floor = 1e-3 * max(
+        (float(g.abs().max()) for n in common if (g := expected.gradients[n]) is not None and g.numel()), default=0.0
+    )
     return Difference(
         outputs=deviations(got.outputs, expected.outputs),
-        gradients=max((_apart(a, b, expected) for a, b in pairs), default=None),
+        gradients=worst_of([_apart(got.gradients[n], expected.gradients[n], floor) for n in common]),
     )
 
 
-def _apart(got: Tensor | None, expected: Tensor | None, of: Run) -> float:
-    """Relative to the gradient's own largest entry, or to rounding of the model's largest where it should be zero."""
+def _apart(got: Tensor | None, expected: Tensor | None, floor: float) -> float:
     if got is None or expected is None:
         return 0.0 if got is expected else torch.inf
-    largest = max((float(g.abs().max()) for g in of.gradients.values() if g is not None and g.numel()), default=0.0)
-    if not expected.numel() or float(torch.maximum(got.abs(), expected.abs()).max()) <= 1e-6 * largest:
-        return 0.0 if not expected.numel() else float((got - expected).abs().max()) / max(largest, 1e-300)
-    return deviation(got, expected)
+    found = deviation(got, expected)
+    if found in (0.0, torch.inf):
+        return found
+    largest = float(expected.abs().max())
+    return found * largest / max(largest, floor) if largest > 0 else float(got.abs().max()) / max(floor, 1e-300)
+
+
+def worst_of(found: Sequence[float]) -> float | None:
+    """The largest; None of none. NaN is worse than anything."""
+    return max((torch.inf if x != x else x for x in found), default=None)
 
 
 class Proof:
