@@ -132,6 +132,68 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    for command in ("gains", "names"):
+    for command in ("gains", "names", "fold", "recalibrate"):
         result = run(command, "--help")
         assert result.exit_code == 0 and f"Example: normkit convert {command}" in " ".join(result.stdout.split())
+
+
+def outputs(folder: Path, **inputs: torch.Tensor) -> torch.Tensor:
+    from normkit.audit.load import load
+
+    with torch.no_grad():
+        return load(str(folder), device="cpu").model(**inputs)[0]
+
+
+def test_fold(tmp_path: Path) -> None:
+    """Loaded again by its config, the folded model gives the same outputs; its gains are 1."""
+    pytest.importorskip("transformers")
+    from tests.residual.test_transformer_weights import theirs
+
+    theirs("llama", layers=2).save_pretrained(tmp_path / "source")
+    before = digest(tmp_path / "source")
+    result = run("fold", tmp_path / "source", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert digest(tmp_path / "source") == before
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    gains = [t for name, t in tensors.items() if "norm" in name]
+    assert len(gains) == 5 and all(bool((g == 1).all()) for g in gains)
+    ids = torch.arange(3, 20)[None]
+    want, got = (outputs(tmp_path / name, input_ids=ids) for name in ("source", "out"))
+    assert want.abs().max() > 1 and (got - want).abs().max() < 1e-5 * want.abs().max()
+    again = run("fold", tmp_path / "source", "--dry-run", "--json", "-")
+    assert again.exit_code == 0 and len(json.loads(again.stdout)["changed"]) == 5
+
+
+def test_recalibrate(tmp_path: Path) -> None:
+    """Every running mean becomes the mean over the data, and only buffers change."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(num_channels=3, embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1])
+    torch.manual_seed(0)
+    transformers.ResNetForImageClassification(config).save_pretrained(tmp_path / "source")
+    images = torch.randn(3, 2, 3, 32, 32) + 0.5
+    for n, batch in enumerate(images):
+        save_file({"pixel_values": batch.clone()}, tmp_path / f"{n}.safetensors")
+    given = [text for n in range(3) for text in ("--data", tmp_path / f"{n}.safetensors")]
+    result = run("recalibrate", tmp_path / "source", tmp_path / "out", *given)
+    assert result.exit_code == 0, result.output
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "out"))
+    assert old.keys() == new.keys()
+    changed = [name for name in old if not torch.equal(old[name], new[name])]
+    assert changed and all("running_" in name for name in changed)
+    first = next(name for name in old if name.endswith("embedder.embedder.normalization.running_mean"))
+    weight = old[first.replace("normalization.running_mean", "convolution.weight")]
+    seen = torch.nn.functional.conv2d(images.flatten(0, 1), weight, stride=2, padding=weight.shape[-1] // 2)
+    assert torch.allclose(new[first], seen.mean((0, 2, 3)), atol=1e-5)
+    assert "--data must name .safetensors files; got none" in refused(
+        run("recalibrate", tmp_path / "source", tmp_path / "no")
+    )
+
+
+def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
+    source = sharded(tmp_path / "source", trained(24))
+    assert "has no config.json" in refused(run("fold", source, tmp_path / "out"))
+    (source / "config.json").write_text('{"model_type": "mystery"}')
+    assert "the model type 'mystery'" in refused(run("fold", source, tmp_path / "out"))
+    file = source / "model-00001-of-00002.safetensors"
+    assert "is a file; give the folder" in refused(run("fold", file, tmp_path / "out"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]

@@ -140,6 +140,56 @@ def names(
     _show(receipt, json)
 
 
+@app.command("fold")
+def fold(source: Source, out: Out = None, dry_run: DryRun = False, json: Json = None) -> None:
+    """Fold norms' gains (and biases) into the linear maps that follow, where that is exact.
+
+    The model is loaded by its config.json, and the fold is proved in float64 before anything is written. Refused, with
+    the reason, where it is not exact: gains on the identity path, output norms, query and key norms, tied heads.
+
+    Example: normkit convert fold llama-folder llama-folded
+    """
+    from normkit.convert.folder import fold_folder
+
+    with _working("fold") as progress:
+        receipt = fold_folder(source, _target(out, dry_run), progress=progress)
+    _show(receipt, json)
+
+
+@app.command("recalibrate")
+def recalibrate(
+    source: Source,
+    out: Out = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A safetensors file that holds one batch: forward's arguments by name. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    json: Json = None,
+) -> None:
+    """Compute batch norms' running statistics again, exactly, over given batches.
+
+    Example: normkit convert recalibrate resnet-folder out --data batch1.safetensors --data batch2.safetensors
+    """
+    from normkit.audit.inputs import InputError, parse_inputs
+    from normkit.convert import ConversionError
+    from normkit.convert.folder import recalibrate_folder
+
+    with _working("recalibrate") as progress:
+        wrong = [str(path) for path in data or () if path.suffix != ".safetensors"]
+        if wrong or not data:
+            raise ConversionError(f"--data must name .safetensors files; got {', '.join(wrong) or 'none'}")
+        try:
+            batches = [parse_inputs([str(path)]) for path in data]
+        except InputError as error:
+            raise ConversionError(str(error).replace("--inputs", "--data")) from error
+        receipt = recalibrate_folder(source, _target(out, dry_run), batches, progress=progress)
+    _show(receipt, json)
+
+
 def _target(out: Path | None, dry_run: bool) -> Path | None:
     from normkit.convert import ConversionError
 
