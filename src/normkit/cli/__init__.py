@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, env, explain
+from normkit.cli import audit, convert, env, explain
+
 
 app = typer.Typer(
     name="normkit",
@@ -15,6 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("audit")(audit.command)
+app.add_typer(convert.app, name="convert")
 app.command("env")(env.command)
 app.command("explain", context_settings=explain.CONTEXT)(explain.command)
 
