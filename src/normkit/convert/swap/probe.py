@@ -1,0 +1,302 @@
+"""One norm, old and new, on the inputs that it had in the model's run: outputs, gradients and buffers.
+
+Both run on private copies, so that nothing of the model moves. The judge is the definition in float64: the new forward
+may be no farther from it than the old one was, or than rounding explains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from normkit import ops
+from normkit.audit.identify.probe import NotANorm, private_copy, restored, tensors_of
+from normkit.convert.proof import direction
+from normkit.convert.receipt import Difference, Errors, deviation, deviations
+from normkit.convert.swap.plan import HALF, Plan
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""The largest deviation from float64 over the largest value: sums in another order (float32), two roundings (half)."""
+SLACK = 1.5
+"""How much farther from float64 than the original, where that is itself farther than the limits."""
+FLIPS = 0.02
+"""The share of half-precision outputs with other bits: kernels differ by 1e-4, a wrong order of rounding by 8 % up."""
+_LARGEST = 2**20
+
+
+@dataclass
+class Sample:
+    """What a norm was called with in the model's run."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, ...] = ()
+    """The input's, before it was cut to a size for probing."""
+    stride: tuple[int, ...] = ()
+    device: torch.device | None = None
+
+    def cast(self, dtype: torch.dtype) -> Sample:
+        """With floating-point inputs in another dtype."""
+
+        def to(t: Any) -> Any:
+            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+        return replace(self, args=tree_map(to, self.args), kwargs=tree_map(to, self.kwargs))
+
+
+def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, *, rows: bool) -> Sample:
+    """Keep a call's arguments, of a large input whose rows are independent only some rows."""
+    cut = _cut(x) if rows else None
+
+    def keep(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t.detach()
+        return (t[cut] if cut is not None and t.shape == x.shape else t).clone()
+
+    return Sample(tree_map(keep, args), tree_map(keep, kwargs), tuple(x.shape), x.stride(), x.device)
+
+
+def _cut(x: Tensor) -> tuple[slice, ...] | None:
+    """Leading dims shortened until few enough elements are left."""
+    shape, cut = list(x.shape), []
+    for d in range(x.dim() - 1):
+        total = 1
+        for n in shape:
+            total *= n
+        if total <= _LARGEST or d > 1:
+            break
+        shape[d] = max(1, shape[d] * _LARGEST // total)
+        cut.append(slice(0, shape[d]))
+    return tuple(cut) or None
+
+
+def twin(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A private copy in its own modes that takes gradients, in another dtype if given.
+
+    Raises:
+        NotANorm: it cannot be copied.
+    """
+
+    def own(t: Tensor) -> Tensor:
+        full = getattr(t, "full_tensor", None)  # a sharded parameter
+        t = t if full is None else full()
+        wanted = t.dtype if dtype is None or not t.is_floating_point() else dtype
+        value = t.detach().to(dtype=wanted, copy=True)
+        return nn.Parameter(value, requires_grad=value.is_floating_point()) if isinstance(t, nn.Parameter) else value
+
+    made = private_copy(module, own)
+    for part, was in zip(made.modules(), module.modules(), strict=False):
+        part.training = was.training
+    return made
+
+
+@dataclass
+class Outcome:
+    """One call of one forward."""
+
+    output: Any
+    gradients: list[Tensor | None]
+    buffers: dict[str, Tensor]
+    operators: frozenset[str] = frozenset()
+
+
+Forward = Callable[..., Any]
+
+
+def call(module: nn.Module, forward: Forward, sample: Sample) -> Outcome:
+    """Run a forward on a copy, and backward from fixed numbers. The copy's buffers are as before."""
+    before = {name: t.clone() for name, t, holder, _ in tensors_of(module) if holder != "parameter"}
+    inputs: list[Tensor] = []
+
+    def fresh(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t.detach().clone()
+        if t.is_floating_point():
+            inputs.append(t.requires_grad_())
+        return t
+
+    args, kwargs = tree_map(fresh, sample.args), tree_map(fresh, sample.kwargs)
+    parameters = [p for p in module.parameters() if p.is_floating_point()]
+    with torch.enable_grad():
+        output, operators = ops.called(forward, module, *args, **kwargs)
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        seeds = [direction(t) for t in tensors]
+        leaves = [*inputs, *parameters]
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        if tensors:
+            gradients = list(torch.autograd.grad(tensors, leaves, seeds, allow_unused=True))
+    buffers = {}
+    for name, t, _, _ in list(tensors_of(module)):
+        if name in before:
+            if not torch.equal(t, before[name]):
+                buffers[name] = t.clone()
+            t.copy_(before[name])
+    return Outcome(output, gradients, buffers, operators)
+
+
+def compare(plan: Plan, module: nn.Module, sample: Sample) -> tuple[Errors, str, Outcome]:
+    """(errors, why they are too large or "", the new forward's outcome) of one norm, in the mode that it is in."""
+    original = type(module).forward
+    old = call(module, original, sample)
+    new = call(module, lambda m, *a, **k: _new(plan, m, a, k), sample)
+    y, z = new.output, old.output
+    if not isinstance(z, Tensor):
+        return Errors(original=Difference()), "it returns something else than one tensor", new
+    if y is None:
+        return Errors(original=Difference()), "normkit does not take its arguments", new
+    if y.dtype != z.dtype:
+        return Errors(original=Difference()), f"it returns {_dtype(z)} where normkit returns {_dtype(y)}", new
+    exact_plan = call(module, lambda m, *a, **k: _exact(plan, m, a, k), sample)
+    names = sorted(set(old.buffers) | set(new.buffers))
+    states = [(new.buffers.get(n), old.buffers.get(n)) for n in names]
+    state = deviations([a for a, _ in states], [b for _, b in states])
+    outputs = max(deviation(y, z), state or 0.0)
+    errors = Errors(
+        original=Difference(outputs=outputs, gradients=deviations(new.gradients, old.gradients)),
+        exact=_against(new, exact_plan),
+        noise=_against(old, exact_plan),
+    )
+    return errors, _verdict(plan, errors, y, z, state), new
+
+
+def _against(found: Outcome, exact: Outcome) -> Difference:
+    return Difference(
+        outputs=deviation(found.output, exact.output), gradients=deviations(found.gradients, exact.gradients)
+    )
+
+
+def _new(plan: Plan, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    picked = plan.arguments.pick(args, kwargs)
+    if picked is None or not isinstance(picked[0], Tensor) or (picked[1] is None) != (plan.spec.gate is None):
+        return None
+    return plan.run(module, *picked)
+
+
+def _exact(plan: Plan, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    picked = plan.arguments.pick(args, kwargs)
+    assert picked is not None
+    return plan.exact(module, *picked)
+
+
+def _verdict(plan: Plan, errors: Errors, y: Tensor, z: Tensor, state: float | None) -> str:
+    """Why a norm is not swapped, or nothing."""
+    limit = LIMITS[y.dtype]
+    for what in ("outputs", "gradients"):
+        new, old = getattr(errors.exact, what), getattr(errors.noise, what)
+        if new is None and old is None:
+            continue
+        if new is None or old is None or not new <= max(limit, SLACK * old):
+            return (
+                f"its {what} would be off from float64 by {_said(new)} of their largest, the original's by {_said(old)}"
+            )
+    if state is not None and not state <= 1e-5 + (limit if y.dtype in HALF else 0):
+        return f"its buffers would be off from the original's by {state:.1e} of their largest"
+    if y.dtype in HALF and plan.literal:
+        flips = float((y != z).float().mean())
+        if flips > max(FLIPS, 4 / max(1, y.numel())):
+            return f"{flips:.0%} of its half-precision outputs would have other bits than the original's"
+    return ""
+
+
+def _said(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.1e}"
+
+
+def _dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def prove(plan: Plan, module: nn.Module, sample: Sample) -> tuple[Plan | None, Errors, str]:
+    """(the plan as far as it is proven, errors in the model's own mode and dtype, why not).
+
+    Besides the module's own mode and dtype, which must hold, the other mode, half precision and autocast are tried; where
+    one does not hold, the plan leaves it to the module's own forward.
+    """
+    none = Errors(original=Difference())
+    try:
+        own = twin(module)
+    except (NotANorm, RuntimeError, TypeError) as error:
+        return None, none, f"it cannot be copied to be probed: {error}"
+    with restored():
+        already = call(own, type(own).forward, sample).operators
+        if already:
+            return None, none, f"it runs on a native kernel already ({', '.join(sorted(already))})"
+        plan = plan.replace(counter=counter_of(own, sample) if plan.stateful else None)
+        errors, reason, new = compare(plan, own, sample)
+        if reason:
+            return None, errors, reason
+        device = sample.device or torch.device("cpu")
+        if device.type == "cpu" and not new.operators:
+            return None, errors, _not_native(plan)
+        with _flipped(own):
+            other = _holds(plan, own, sample)
+        modes = (False, True) if other else (module.training,)
+        half = _half(plan, module, sample)
+        autocast = _autocast(plan, own, sample, device)
+    return plan.replace(modes=modes, half=half, autocast=autocast), errors, ""
+
+
+def _not_native(plan: Plan) -> str:
+    report = ops.report()
+    if not report.loaded:
+        return f"no native kernel here: {report.reason}"
+    return "no native kernel takes these tensors"
+
+
+@contextlib.contextmanager
+def _flipped(module: nn.Module) -> Generator[None]:
+    """The copy in its other mode."""
+    before = [(part, part.training) for part in module.modules()]
+    module.train(not module.training)
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+def _holds(plan: Plan, module: nn.Module, sample: Sample) -> bool:
+    try:
+        return not compare(plan, module, sample)[1]
+    except Exception:  # foreign code in a mode or dtype that it may not be meant for
+        return False
+
+
+def _half(plan: Plan, module: nn.Module, sample: Sample) -> bool:
+    """Whether the plan holds in bfloat16."""
+    try:
+        return _holds(plan, twin(module, torch.bfloat16), sample.cast(torch.bfloat16))
+    except (NotANorm, RuntimeError, TypeError):
+        return False
+
+
+def _autocast(plan: Plan, module: nn.Module, sample: Sample, device: torch.device) -> bool:
+    """Whether the plan holds under autocast, for inputs of both widths."""
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            return all(_holds(plan, module, s) for s in (sample, sample.cast(torch.bfloat16)))
+    except RuntimeError:
+        return False
+
+
+def counter_of(module: nn.Module, sample: Sample) -> str | None:
+    """The integer buffer that a training call raises by one."""
+    before = {n: t.clone() for n, t, _, _ in tensors_of(module) if not t.is_floating_point() and t.numel() == 1}
+    was = [(part, part.training) for part in module.modules()]
+    module.train()
+    try:
+        after = call(module, type(module).forward, sample).buffers
+    except Exception:  # a batch of one, say: the mode is then not proven either
+        after = {}
+    for part, training in was:
+        part.training = training
+    counted = [n for n, t in after.items() if n in before and bool(t == before[n] + 1)]
+    return counted[0] if len(counted) == 1 else None
