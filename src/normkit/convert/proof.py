@@ -206,11 +206,11 @@ def main_dtype(model: nn.Module) -> torch.dtype:
     return max(counts, key=lambda d: counts[d]) if counts else torch.get_default_dtype()
 
 
-def exact_copy(model: nn.Module) -> nn.Module:
-    """A float64 copy in the same modes, without hooks."""
+def wide_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in a wider dtype and the same modes, without hooks."""
 
     def own(t: Tensor) -> Tensor:
-        value = t.detach().to(dtype=torch.float64 if t.is_floating_point() else t.dtype, copy=True)
+        value = t.detach().to(dtype=dtype if t.is_floating_point() else t.dtype, copy=True)
         return nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
 
     made = private_copy(model, own)
@@ -219,6 +219,6 @@ def exact_copy(model: nn.Module) -> nn.Module:
     return made
 
 
-def in_float64(value: Any) -> Any:
-    """Example arguments with floating-point tensors in float64."""
-    return tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, value)
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Example arguments with floating-point tensors in another dtype."""
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, value)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normkit import ops
 from normkit.audit import AuditError, NormRecord, audit
-from normkit.audit.identify.probe import NotANorm, restored, tensors_of
+from normkit.audit.identify.probe import tensors_of
 from normkit.audit.inputs import InputError, guess_inputs
 from normkit.audit.report import describe
-from normkit.convert import proof, timing
-from normkit.convert.receipt import Change, ConversionError, Difference, Errors, Receipt, Refusal
+from normkit.convert import proof
+from normkit.convert.receipt import Change, ConversionError, Receipt, Refusal
+from normkit.convert.swap.norm import Norm, Options
 from normkit.convert.swap.plan import HALF, Plan, arguments_of, constants_of, has_operator
-from normkit.convert.swap.probe import Sample, prove, sample_of, twin
-from normkit.convert.swap.reclass import base_of, give_back, plan_of, swapped_class
+from normkit.convert.swap.probe import Regimes, prove, sample_of
+from normkit.convert.swap.reclass import give_back, plan_of
+from normkit.convert.swap.speed import time_model, time_norm
+from normkit.convert.swap.whole import compare_model, give, undo_of, wide_run
 from normkit.spec import NormSpec
-
-_ROUNDS = 12
-_FLOAT64_BYTES = 2**31
 
 
 @dataclass(kw_only=True)
@@ -41,29 +40,6 @@ class SwapReceipt(Receipt):
     def skipped(self) -> tuple[Refusal, ...]:
         """(name, reason) of those that do not."""
         return self.refused
-
-
-@dataclass
-class _Norm:
-    """One norm on its way."""
-
-    record: NormRecord
-    module: nn.Module
-    plan: Plan
-    base: type[nn.Module]
-    sample: Sample | None = None
-    errors: Errors | None = None
-    change: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Options:
-    strict: float | None
-    only_faster: bool
-    same_rounding: bool
-    gradients: bool
-    float64: bool | None
-    rounds: int
 
 
 def swap(
@@ -112,7 +88,7 @@ def swap(
     _check(model, strict, rounds)
     if not example_args and not example_kwargs:
         example_kwargs = _guessed(model)
-    options = _Options(strict, only_faster, same_rounding, gradients, float64, rounds)
+    options = Options(strict, only_faster, same_rounding, gradients, float64, rounds)
     with torch.compiler.set_stance("force_eager"):
         return _swap(model, example_args, example_kwargs, options, progress)
 
@@ -148,7 +124,7 @@ def _swap(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: _Options,
+    options: Options,
     progress: Callable[[str], None],
 ) -> SwapReceipt:
     try:
@@ -156,7 +132,8 @@ def _swap(
     except AuditError as error:
         raise ConversionError(str(error)) from error
     refused: list[Refusal] = []
-    norms: list[_Norm] = []
+    norms: list[Norm] = []
+    before: proof.Run | None = None
     for record in found.norms:
         norm = _planned(record, options)
         if isinstance(norm, str):
@@ -170,15 +147,15 @@ def _swap(
         norms = _proven(norms, options, refused, progress)
     order = {r.name: i for i, r in enumerate(found.norms)}
     refused.sort(key=lambda r: order[r.name])
-    if not norms:
+    if not norms or before is None:
         return SwapReceipt(model=type(model).__name__, refused=tuple(refused), revert=lambda: None)
     notes: list[str] = []
-    exact = _float64_run(model, norms, args, kwargs, options, before.random, notes, progress)
+    exact = wide_run(model, norms, args, kwargs, options, before.random, notes, progress)
     progress("running the model after")
-    _give(norms)
+    give(norms)
     try:
-        errors = _compare(model, args, kwargs, options, before, exact)
-        speeds = _time_model(model, norms, args, kwargs, options, progress)
+        errors = compare_model(model, args, kwargs, options, before, exact)
+        speeds = time_model(model, norms, args, kwargs, options, progress)
     except BaseException:
         for norm in norms:
             if type(norm.module) is not norm.base:
@@ -191,14 +168,14 @@ def _swap(
         refused=tuple(refused),
         errors=errors,
         notes=tuple(notes),
-        revert=_undo(norms),
+        revert=undo_of(norms),
         **speeds,
     )
 
 
-def _what(norm: _Norm) -> str:
+def _what(norm: Norm) -> str:
     text = describe.what(norm.record)
-    if not norm.plan.literal and norm.sample is not None and _dtype_of(norm) in HALF:
+    if not norm.plan.literal and norm.sample is not None and norm.sample.dtype in HALF:
         text += ", rounded once"
     if norm.plan.inference != norm.plan.gradient:
         text += ", where a gradient is recorded" if norm.plan.gradient else ", where no gradient is recorded"
@@ -208,7 +185,7 @@ def _what(norm: _Norm) -> str:
 # ---- which norms, and how ----
 
 
-def _planned(record: NormRecord, options: _Options) -> _Norm | str:
+def _planned(record: NormRecord, options: Options) -> Norm | str:
     """A norm with its plan, or why it has none."""
     module, spec, identified = record.module, record.spec, record.identification
     if record.functional or module is None:
@@ -232,8 +209,18 @@ def _planned(record: NormRecord, options: _Options) -> _Norm | str:
         literal = False
         if not has_operator(kernel, stored=stored):
             return "no kernel computes its spec"
-    plan = Plan(spec, kernel, arguments, **record.parameters, constants=constants_of(module), literal=literal)
-    return _Norm(record, module, plan, type(module))
+    plan = Plan(
+        spec,
+        kernel,
+        arguments,
+        weight=identified.weight,
+        bias=identified.bias,
+        running_mean=identified.running_mean,
+        running_var=identified.running_var,
+        constants=constants_of(module),
+        literal=literal,
+    )
+    return Norm(record, module, plan, type(module))
 
 
 def _unfit(module: nn.Module) -> str:
@@ -253,12 +240,12 @@ def _unfit(module: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _recording(norms: Sequence[_Norm]) -> Generator[None]:
+def _recording(norms: Sequence[Norm]) -> Generator[None]:
     """Keep what each norm is first called with."""
     handles = []
     for norm in norms:
 
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], norm: _Norm = norm) -> None:
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], norm: Norm = norm) -> None:
             picked = norm.plan.arguments.pick(args, kwargs) if norm.sample is None else None
             if picked is not None and isinstance(picked[0], Tensor):
                 norm.sample = sample_of(args, kwargs, picked[0], rows=_independent(norm.plan.spec))
@@ -277,14 +264,15 @@ def _independent(spec: NormSpec) -> bool:
 
 
 def _proven(
-    norms: Sequence[_Norm], options: _Options, refused: list[Refusal], progress: Callable[[str], None]
-) -> list[_Norm]:
+    norms: Sequence[Norm], options: Options, refused: list[Refusal], progress: Callable[[str], None]
+) -> list[Norm]:
     """Those that match, and are no slower."""
+    known: Regimes = {}
     timed: dict[Any, dict[str, Any] | str] = {}
     kept = []
     for norm in norms:
         progress(f"probing {norm.record.name}")
-        reason = _prove_one(norm, options) or _time_one(norm, options, timed)
+        reason = _prove_one(norm, options, known) or time_norm(norm, options, timed)
         if reason:
             refused.append(Refusal(norm.record.name, reason))
         else:
@@ -292,237 +280,15 @@ def _proven(
     return kept
 
 
-def _prove_one(norm: _Norm, options: _Options) -> str:
+def _prove_one(norm: Norm, options: Options, known: Regimes) -> str:
     if norm.sample is None:
         return "it is called with more than an input and a gate"
-    plan, norm.errors, reason = prove(norm.plan, norm.module, norm.sample)
+    plan, norm.errors, reason = prove(norm.plan, norm.module, norm.sample, known)
     if plan is None:
         return reason
     if options.same_rounding and not plan.literal:
         plan = plan.replace(half=False)
-        if _dtype_of(norm) in HALF:
+        if norm.sample.dtype in HALF:
             return "it rounds at every step, which no kernel does"
     norm.plan = plan
     return ""
-
-
-def _dtype_of(norm: _Norm) -> torch.dtype:
-    assert norm.sample is not None
-    picked = norm.plan.arguments.pick(norm.sample.args, norm.sample.kwargs)
-    assert picked is not None
-    return picked[0].dtype
-
-
-# ---- speed ----
-
-
-def _time_one(norm: _Norm, options: _Options, timed: dict[Any, dict[str, Any] | str]) -> str:
-    """Old against new at the shape that the norm had; each distinct case once. Why not, or nothing."""
-    if not options.only_faster:
-        return ""
-    sample = norm.sample
-    assert sample is not None
-    unlike = norm.plan.replace(constants=())
-    key = (norm.base, unlike, sample.shape, sample.stride, _dtype_of(norm), sample.device, norm.module.training)
-    if key not in timed:
-        timed[key] = _timings(norm, sample)
-    found = timed[key]
-    if isinstance(found, str):
-        return found
-    norm.change = {k: v for k, v in found.items() if k in ("speed", "backward_speed")}
-    norm.plan = norm.plan.replace(inference=found["inference"], gradient=found["gradient"])
-    return ""
-
-
-def _timings(norm: _Norm, sample: Sample) -> dict[str, Any] | str:
-    with restored():
-        module = twin(norm.module)
-        args, kwargs = _full(norm, sample)
-        new_class = swapped_class(norm.base, norm.plan)
-        forwards = [norm.base.forward, new_class.forward]
-
-        def infer(forward: Callable[..., Any]) -> Callable[[], Any]:
-            def call() -> Any:
-                with torch.no_grad():
-                    return forward(module, *args, **kwargs)
-
-            return call
-
-        leaves = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-        starts = [*(t.requires_grad_() for t in leaves), *(p for p in module.parameters() if p.is_floating_point())]
-        seed = torch.ones_like(infer(forwards[0])())
-
-        def learn(forward: Callable[..., Any]) -> Callable[[], Any]:
-            return lambda: torch.autograd.grad(forward(module, *args, **kwargs), starts, seed, allow_unused=True)
-
-        inference = timing.interleave([infer(f) for f in forwards], _ROUNDS, sample.device)
-        training = timing.interleave([learn(f) for f in forwards], _ROUNDS, sample.device)
-    slow = timing.is_slower(inference), timing.is_slower(training)
-    if all(slow):
-        ratio, both = timing.speed(inference).ratio, timing.speed(training).ratio
-        return f"normkit would be slower here: {ratio:.2f}x, with backward {both:.2f}x"
-    return {
-        "speed": timing.speed(inference),
-        "backward_speed": timing.speed(training),
-        "inference": not slow[0],
-        "gradient": not slow[1],
-    }
-
-
-def _full(norm: _Norm, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The sample's arguments at the size that they had."""
-    picked = norm.plan.arguments.pick(sample.args, sample.kwargs)
-    assert picked is not None
-    cut = tuple(picked[0].shape)
-
-    def whole(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        if tuple(t.shape) == cut != sample.shape:
-            return torch.randn(sample.shape, device=t.device).to(t.dtype)
-        return t.clone()
-
-    return tuple(whole(a) for a in sample.args), {k: whole(v) for k, v in sample.kwargs.items()}
-
-
-def _time_model(
-    model: nn.Module,
-    norms: Sequence[_Norm],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: _Options,
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """The whole model before and after: classes change between rounds."""
-    if options.rounds == 0:
-        return {}
-    progress("timing the model")
-    plans = [(n.module, n.base, type(n.module)) for n in norms]
-
-    def one(new: bool, gradients: bool) -> Callable[[], Any]:
-        def call() -> Any:
-            for module, base, swapped in plans:
-                module.__class__ = swapped if new else base
-            return proof.step(model, args, kwargs, gradients=gradients)
-
-        return call
-
-    speeds: dict[str, Any] = {}
-    device = next((p.device for p in model.parameters()), None)
-    learns = options.gradients and any(p.requires_grad for p in model.parameters())
-    with restored(), proof.same_attributes(model), proof.same_buffers(model):
-        for name, gradients in (("speed", False), ("backward_speed", True))[: 1 + learns]:
-            seconds = timing.interleave([one(False, gradients), one(True, gradients)], options.rounds, device)
-            speeds[name] = timing.speed(seconds)
-    for module, _, swapped in plans:
-        module.__class__ = swapped
-    return speeds
-
-
-# ---- the whole model ----
-
-
-def _give(norms: Sequence[_Norm]) -> None:
-    done: list[_Norm] = []
-    try:
-        for norm in norms:
-            norm.module.__class__ = swapped_class(norm.base, norm.plan)
-            done.append(norm)
-    except TypeError as error:
-        for norm in done:
-            give_back(norm.module)
-        raise ConversionError(f"the class of {norms[len(done)].record.name} cannot be changed: {error}") from error
-
-
-def _compare(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: _Options,
-    before: proof.Run,
-    exact: proof.Run | None,
-) -> Errors:
-    after = proof.run(model, args, kwargs, gradients=options.gradients)
-    off = proof.difference(after, before)
-    nothing = Difference()
-    near, noise = (nothing, nothing) if exact is None else (proof.difference(r, exact) for r in (after, before))
-    proof.check(off, proof.limits(proof.main_dtype(model), noise, options.strict), "the swap")
-    return Errors(original=off, exact=near, noise=noise)
-
-
-def _float64_run(
-    model: nn.Module,
-    norms: Sequence[_Norm],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: _Options,
-    random: bool,
-    notes: list[str],
-    progress: Callable[[str], None],
-) -> proof.Run | None:
-    """The model in float64, its norms by their definition; None where that cannot be had, with a note."""
-    size = 8 * sum(t.numel() for _, t, _, _ in tensors_of(model) if t.is_floating_point())
-    if options.float64 is False or (options.float64 is None and size > _FLOAT64_BYTES):
-        notes.append(f"not compared with float64: a copy would take {size / 2**30:.1f} GiB (float64=True to have it)")
-        return None
-    if random:
-        notes.append("not compared with float64: the run draws random numbers, and other dtypes draw others")
-        return None
-    progress("running the model in float64")
-    try:
-        exact = proof.exact_copy(model)
-        parts = dict(exact.named_modules())
-        names = {id(m): n for n, m in model.named_modules()}
-        for norm in norms:
-            part = parts[names[id(norm.module)]]
-            part.forward = _exact_forward(norm, part)
-        with restored():
-            torch.set_default_dtype(torch.float64)
-            return proof.run(exact, proof.in_float64(args), proof.in_float64(kwargs), gradients=options.gradients)
-    except (NotANorm, RuntimeError, TypeError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        notes.append(f"not compared with float64: the model does not run in it ({type(error).__name__}: {first[:120]})")
-        return None
-
-
-def _exact_forward(norm: _Norm, part: nn.Module) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        picked = norm.plan.arguments.pick(args, kwargs)
-        own = part.training and norm.plan.stateful  # it would have to move its running statistics as well
-        if own or picked is None or (picked[1] is None) != (norm.plan.spec.gate is None):
-            return norm.base.forward(part, *args, **kwargs)
-        return norm.plan.exact(part, *picked)
-
-    return forward
-
-
-def _undo(norms: Sequence[_Norm]) -> Callable[[], None]:
-    """Gives every module its class back, or none."""
-    changed = [(n.record.name, n.module, n.base, type(n.module)) for n in norms]
-
-    def undo() -> None:
-        for name, module, base, swapped in changed:
-            if type(module) not in (base, swapped):
-                raise ConversionError(
-                    f"{name} was given another class since it was swapped, {type(module).__name__} "
-                    f"({_origin(module)}), which stands on the swapped one: undo that first, or undo before it"
-                )
-        for _, module, base, swapped in changed:
-            if type(module) is swapped:
-                module.__class__ = base
-
-    return undo
-
-
-def _origin(module: nn.Module) -> str:
-    above = [c.__name__ for c in type(module).__mro__[1:] if plan_of_class(c)]
-    mixed = [c.__name__ for c in type(module).__bases__ if c.__name__ not in above]
-    return f"by {', '.join(mixed)}" if mixed else "by something that subclasses it"
-
-
-def plan_of_class(cls: type) -> bool:
-    """Whether a class is a swapped one."""
-    return "__normkit_plan__" in vars(cls)
-
-
-__all__ = ["SwapReceipt", "base_of", "ops", "swap"]

@@ -95,7 +95,7 @@ class Plan:
     """The values of ``training`` that it was proven in. In others, and wherever else the proof does not reach, the
     module's own forward runs."""
     literal: bool = True
-    """Whether the kernel is asked for the spec itself; else for its form that rounds once, the same in one wide dtype."""
+    """Whether the kernel is asked for the spec itself; else for its form that rounds once: the same in a wide dtype."""
     half: bool = True
     """Whether it was proven in half precision."""
     autocast: bool = True
@@ -148,6 +148,8 @@ class Plan:
             return None
         weight, bias = self.shape(weight, x), self.shape(bias, x)
         if spec.running is None and not spec.frozen:
+            if gate is not None and gate.dtype != x.dtype and x.dtype not in HALF:
+                gate = gate.to(x.dtype)  # exact, and the kernels take one dtype
             return compute(x, spec, weight, bias, gate=gate)
         mean, variance = self.shape(mean, x), self.shape(variance, x)
         if spec.frozen or not (module.training or mean is None):
@@ -191,10 +193,7 @@ class Plan:
                 counter.add_(1)
             momentum = self.spec.running
             assert momentum is not None
-            step = momentum
-            if isinstance(momentum, str):
-                assert counter is not None
-                step = 1 / counter.to(torch.float32)
+            step = 1 / counter.to(torch.float32) if isinstance(momentum, str) else momentum  # type: ignore[union-attr]
             if mean is not None and variance is not None:
                 new_mean, new_var, _ = advance(mean, variance, moments(found, self.kernel, x.dim()), step)
                 store(mean, new_mean)

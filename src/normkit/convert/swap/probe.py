@@ -39,6 +39,7 @@ class Sample:
     shape: tuple[int, ...] = ()
     """The input's, before it was cut to a size for probing."""
     stride: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
     device: torch.device | None = None
 
     def cast(self, dtype: torch.dtype) -> Sample:
@@ -47,7 +48,7 @@ class Sample:
         def to(t: Any) -> Any:
             return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
 
-        return replace(self, args=tree_map(to, self.args), kwargs=tree_map(to, self.kwargs))
+        return replace(self, args=tree_map(to, self.args), kwargs=tree_map(to, self.kwargs), dtype=dtype)
 
 
 def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, *, rows: bool) -> Sample:
@@ -60,7 +61,7 @@ def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, *, rows:
         t = t.detach()
         return (t[cut] if cut is not None and t.shape == x.shape else t).clone()
 
-    return Sample(tree_map(keep, args), tree_map(keep, kwargs), tuple(x.shape), x.stride(), x.device)
+    return Sample(tree_map(keep, args), tree_map(keep, kwargs), tuple(x.shape), x.stride(), x.dtype, x.device)
 
 
 def _cut(x: Tensor) -> tuple[slice, ...] | None:
@@ -142,29 +143,43 @@ def call(module: nn.Module, forward: Forward, sample: Sample) -> Outcome:
     return Outcome(output, gradients, buffers, operators)
 
 
-def compare(plan: Plan, module: nn.Module, sample: Sample) -> tuple[Errors, str, Outcome]:
-    """(errors, why they are too large or "", the new forward's outcome) of one norm, in the mode that it is in."""
-    original = type(module).forward
-    old = call(module, original, sample)
+@dataclass(frozen=True)
+class Comparison:
+    """Old and new forward in one mode."""
+
+    errors: Errors
+    reason: str
+    """Why the new one is not taken; empty if it is."""
+    native_before: frozenset[str] = frozenset()
+    native: frozenset[str] = frozenset()
+    """The native operators that each called."""
+
+
+def compare(plan: Plan, module: nn.Module, sample: Sample) -> Comparison:
+    """Run both forwards of one norm (a private copy) in the mode that it is in."""
+    old = call(module, type(module).forward, sample)
     new = call(module, lambda m, *a, **k: _new(plan, m, a, k), sample)
     y, z = new.output, old.output
+    reason = ""
     if not isinstance(z, Tensor):
-        return Errors(original=Difference()), "it returns something else than one tensor", new
-    if y is None:
-        return Errors(original=Difference()), "normkit does not take its arguments", new
-    if y.dtype != z.dtype:
-        return Errors(original=Difference()), f"it returns {_dtype(z)} where normkit returns {_dtype(y)}", new
-    exact_plan = call(module, lambda m, *a, **k: _exact(plan, m, a, k), sample)
+        reason = "it returns something else than one tensor"
+    elif y is None:
+        reason = _not_native() if z.is_cpu and not ops.report().loaded else "normkit does not take its arguments"
+    elif y.dtype != z.dtype:
+        reason = f"it returns {_dtype(z)} where normkit returns {_dtype(y)}"
+    if reason:
+        return Comparison(Errors(original=Difference()), reason, old.operators, new.operators)
+    exact = call(module, lambda m, *a, **k: _exact(plan, m, a, k), sample)
     names = sorted(set(old.buffers) | set(new.buffers))
-    states = [(new.buffers.get(n), old.buffers.get(n)) for n in names]
-    state = deviations([a for a, _ in states], [b for _, b in states])
-    outputs = max(deviation(y, z), state or 0.0)
+    state = deviations([new.buffers.get(n) for n in names], [old.buffers.get(n) for n in names])
     errors = Errors(
-        original=Difference(outputs=outputs, gradients=deviations(new.gradients, old.gradients)),
-        exact=_against(new, exact_plan),
-        noise=_against(old, exact_plan),
+        original=Difference(
+            outputs=max(deviation(y, z), state or 0.0), gradients=deviations(new.gradients, old.gradients)
+        ),
+        exact=_against(new, exact),
+        noise=_against(old, exact),
     )
-    return errors, _verdict(plan, errors, y, z, state), new
+    return Comparison(errors, _verdict(plan, errors, y, z, state), old.operators, new.operators)
 
 
 def _against(found: Outcome, exact: Outcome) -> Difference:
@@ -214,41 +229,48 @@ def _dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")
 
 
-def prove(plan: Plan, module: nn.Module, sample: Sample) -> tuple[Plan | None, Errors, str]:
+def _not_native() -> str:
+    report = ops.report()
+    return f"no native kernel here: {report.reason}" if not report.loaded else "no native kernel takes these tensors"
+
+
+Regimes = dict[Any, dict[str, Any]]
+
+
+def prove(plan: Plan, module: nn.Module, sample: Sample, known: Regimes) -> tuple[Plan | None, Errors, str]:
     """(the plan as far as it is proven, errors in the model's own mode and dtype, why not).
 
-    Besides the module's own mode and dtype, which must hold, the other mode, half precision and autocast are tried; where
-    one does not hold, the plan leaves it to the module's own forward.
+    Besides the module's own mode and dtype, which must hold, the other mode, half precision and autocast are tried;
+    where one does not hold, the plan leaves it to the module's own forward. These depend on the plan alone, and are
+    looked up in ``known`` for the next module that has it.
     """
-    none = Errors(original=Difference())
+    nothing = Errors(original=Difference())
     try:
         own = twin(module)
     except (NotANorm, RuntimeError, TypeError) as error:
-        return None, none, f"it cannot be copied to be probed: {error}"
+        return None, nothing, f"it cannot be copied to be probed: {error}"
+    device = sample.device or torch.device("cpu")
+    key = (type(module), plan.replace(constants=()), sample.shape, sample.stride, sample.dtype, module.training)
     with restored():
-        already = call(own, type(own).forward, sample).operators
-        if already:
-            return None, none, f"it runs on a native kernel already ({', '.join(sorted(already))})"
-        plan = plan.replace(counter=counter_of(own, sample) if plan.stateful else None)
-        errors, reason, new = compare(plan, own, sample)
-        if reason:
-            return None, errors, reason
-        device = sample.device or torch.device("cpu")
-        if device.type == "cpu" and not new.operators:
-            return None, errors, _not_native(plan)
-        with _flipped(own):
-            other = _holds(plan, own, sample)
-        modes = (False, True) if other else (module.training,)
-        half = _half(plan, module, sample)
-        autocast = _autocast(plan, own, sample, device)
-    return plan.replace(modes=modes, half=half, autocast=autocast), errors, ""
-
-
-def _not_native(plan: Plan) -> str:
-    report = ops.report()
-    if not report.loaded:
-        return f"no native kernel here: {report.reason}"
-    return "no native kernel takes these tensors"
+        if plan.stateful:
+            plan = plan.replace(counter=known[key]["counter"] if key in known else counter_of(own, sample))
+        found = compare(plan, own, sample)
+        if found.native_before:
+            return None, nothing, f"it runs on a native kernel already ({', '.join(sorted(found.native_before))})"
+        if found.reason:
+            return None, found.errors, found.reason
+        if device.type == "cpu" and not found.native:
+            return None, found.errors, _not_native()
+        if key not in known:
+            with _flipped(own):
+                other = _holds(plan, own, sample)
+            known[key] = {
+                "modes": (False, True) if other else (module.training,),
+                "half": sample.dtype in HALF or _half(plan, module, sample),
+                "autocast": _autocast(plan, own, sample, device),
+                "counter": plan.counter,
+            }
+    return plan.replace(**known[key]), found.errors, ""
 
 
 @contextlib.contextmanager
@@ -265,7 +287,7 @@ def _flipped(module: nn.Module) -> Generator[None]:
 
 def _holds(plan: Plan, module: nn.Module, sample: Sample) -> bool:
     try:
-        return not compare(plan, module, sample)[1]
+        return not compare(plan, module, sample).reason
     except Exception:  # foreign code in a mode or dtype that it may not be meant for
         return False
 
