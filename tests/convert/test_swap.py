@@ -24,8 +24,9 @@ BUILDS: dict[str, tuple[Callable[..., tuple[nn.Module, Tensor]], set[str]]] = {
     "text": (text, TEXT_NORMS),
     "image": (image, IMAGE_NORMS),
 }
-# Whole models: sums in another order (float32); two roundings of each of a few layers (bfloat16).
-TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 0.03}
+# Whole models: sums in another order (float32); norms that compute in float32 whatever comes (float64); the roundings
+# of a few layers, forward and backward, and gradients that are sums of much larger terms (bfloat16).
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.1}
 
 
 def outputs_of(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -65,9 +66,9 @@ def test_the_same_numbers_on_kernels(name: str, dtype: torch.dtype, training: bo
     assert len(operators) >= 3
     close(after, before, TOLERANCE[dtype])
     assert receipt.errors is not None
-    limit = TOLERANCE[dtype] * 3
-    assert 0 < (receipt.errors.original.outputs or 0) <= limit
-    assert 0 < (receipt.errors.original.gradients or 0) <= limit
+    measured, noise = receipt.errors.original, receipt.errors.noise
+    assert (measured.outputs or 0) + (measured.gradients or 0) > 0
+    assert (measured.outputs or 0) <= 3 * (noise.outputs or 0)  # as two roundings of one model
     receipt.undo()
     assert all(torch.equal(a, b) for a, b in zip(outputs_of(model, x), before, strict=True))
 
@@ -164,17 +165,18 @@ def test_a_norm_is_judged_by_its_own_inputs() -> None:
         model[0].weight.fill_(1e7)
     receipt = swap(model, torch.randn(4, 8), **QUICK)
     assert receipt.swapped == ("0",)
-    assert "off from float64" in receipt.skipped[0].reason
+    assert "off from its spec" in receipt.skipped[0].reason
 
 
 @pytest.mark.parametrize(
     ("wrong", "dtype", "word"),
     [
-        ({"eps": 1e-2}, torch.float32, "off from float64"),
-        ({"weight_offset": 1.0}, torch.float32, "off from float64"),
+        ({"eps": 1e-4}, torch.float32, "off from its spec"),
+        ({"eps": 1e-4}, torch.bfloat16, "off from its spec"),
+        ({"weight_offset": 1.0}, torch.float32, "off from its spec"),
         ({"rounding": "after_gain"}, torch.bfloat16, "other bits"),
     ],
-    ids=["eps", "gain", "order of rounding"],
+    ids=["eps", "eps in half precision", "gain", "order of rounding"],
 )
 def test_a_planted_wrong_spec_is_caught(
     wrong: dict[str, Any], dtype: torch.dtype, word: str, monkeypatch: pytest.MonkeyPatch

@@ -19,8 +19,9 @@ from normkit.audit.identify.probe import has_values, private_copy, restored, ten
 from normkit.audit.trace.recorder import same_attributes
 from normkit.convert.receipt import ConversionError, Difference, deviation
 
-LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-"""The largest deviation over the largest value that a model of a dtype may show; beyond, its own noise decides."""
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""The largest deviation over the largest value that a model of a dtype may show, in half precision two units in the
+last place of the largest; beyond, its own noise decides."""
 NOISE = 2.0
 """How many times the model's own distance from float64 two roundings of it may be apart."""
 _FLOOR = 1e-3
@@ -177,8 +178,9 @@ def limits(dtype: torch.dtype, noise: Difference, strict: float | None) -> Diffe
     if strict is not None:
         return Difference(outputs=strict, gradients=strict)
     least = LIMITS.get(dtype, LIMITS[torch.float32])
+    twice = 2 * least if dtype.itemsize == 2 else least  # gradients are rounded on the way there and back
     return Difference(
-        outputs=max(least, NOISE * (noise.outputs or 0.0)), gradients=max(least, NOISE * (noise.gradients or 0.0))
+        outputs=max(least, NOISE * (noise.outputs or 0.0)), gradients=max(twice, NOISE * (noise.gradients or 0.0))
     )
 
 

@@ -17,7 +17,7 @@ from normkit.audit.report import describe
 from normkit.convert import proof
 from normkit.convert.receipt import Change, ConversionError, Receipt, Refusal
 from normkit.convert.swap.norm import Norm, Options
-from normkit.convert.swap.plan import HALF, Plan, arguments_of, constants_of, has_operator
+from normkit.convert.swap.plan import Plan, arguments_of, constants_of, has_operator
 from normkit.convert.swap.probe import Regimes, prove, sample_of
 from normkit.convert.swap.reclass import give_back, plan_of
 from normkit.convert.swap.speed import time_model, time_norm
@@ -70,8 +70,8 @@ def swap(
             By default 1e-4 in float32, and in half precision twice the model's own distance from float64.
         only_faster: leave norms alone that would be slower. A norm that is slower only without (or only with) a
             gradient to record keeps its own forward there.
-        same_rounding: leave norms alone, in half precision, that round at every step: no kernel does, and one that
-            rounds once is nearer to float64 and has other bits.
+        same_rounding: leave norms alone, in half precision, that round at every step, or channel statistics where
+            torch's kernels do: ours round once, which is nearer to float64 and has other bits.
         gradients: whether to compare gradients of the whole model as well (each norm's own always are).
         float64: whether to run the whole model in float64 too, on a copy; by default if that takes up to 2 GiB.
         rounds: how often to time the whole model before and after; 0 not to.
@@ -154,7 +154,7 @@ def _swap(
     progress("running the model after")
     give(norms)
     try:
-        errors = compare_model(model, args, kwargs, options, before, exact)
+        errors = compare_model(model, norms, args, kwargs, options, before, exact)
         speeds = time_model(model, norms, args, kwargs, options, progress)
     except BaseException:
         for norm in norms:
@@ -175,7 +175,7 @@ def _swap(
 
 def _what(norm: Norm) -> str:
     text = describe.what(norm.record)
-    if not norm.plan.literal and norm.sample is not None and norm.sample.dtype in HALF:
+    if norm.flips:
         text += ", rounded once"
     if norm.plan.inference != norm.plan.gradient:
         text += ", where a gradient is recorded" if norm.plan.gradient else ", where no gradient is recorded"
@@ -283,12 +283,8 @@ def _proven(
 def _prove_one(norm: Norm, options: Options, known: Regimes) -> str:
     if norm.sample is None:
         return "it is called with more than an input and a gate"
-    plan, norm.errors, reason = prove(norm.plan, norm.module, norm.sample, known)
-    if plan is None:
-        return reason
-    if options.same_rounding and not plan.literal:
-        plan = plan.replace(half=False)
-        if norm.sample.dtype in HALF:
-            return "it rounds at every step, which no kernel does"
-    norm.plan = plan
-    return ""
+    plan, found = prove(norm.plan, norm.module, norm.sample, known, same_rounding=options.same_rounding)
+    norm.errors, norm.flips = found.errors, found.flips
+    if plan is not None:
+        norm.plan = plan
+    return found.reason

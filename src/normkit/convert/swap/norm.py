@@ -23,6 +23,8 @@ class Norm:
     base: type[nn.Module]
     sample: Sample | None = None
     errors: Errors | None = None
+    flips: float = 0.0
+    """The share of half-precision outputs with other bits, where a kernel rounds once and the original more often."""
     change: dict[str, Any] = field(default_factory=dict)
 
 
