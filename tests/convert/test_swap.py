@@ -347,6 +347,18 @@ def test_narrow_norms_in_half_precision() -> None:
     )
 
 
+@pytest.mark.parametrize("norm", [lambda: Llama(6), lambda: nn.LayerNorm(6), lambda: nn.RMSNorm(6, 1e-6)])
+def test_results_lie_in_memory_as_before(norm: Callable[[], nn.Module]) -> None:
+    """A transposed input of eager operators gives a transposed output, and the model may view it."""
+    plain, model = norm(), nn.Sequential(norm())
+    swap(model, torch.randn(2, 3, 4, 6), **QUICK)
+    for x in (torch.randn(2, 4, 3, 6).transpose(1, 2), torch.randn(3, 2, 4, 6).permute(1, 2, 0, 3), torch.randn(2, 6)):
+        y, operators = called(model, x)
+        assert operators
+        assert y.stride() == plain(x).stride()
+        close([y], [plain(x)], 1e-6)
+
+
 def test_a_model_cast_later_keeps_its_order_of_rounding() -> None:
     model, x = text()
     swap(model, x, **QUICK)

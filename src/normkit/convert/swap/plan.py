@@ -96,6 +96,8 @@ class Plan:
     module's own forward runs."""
     literal: bool = True
     """Whether the kernel is asked for the spec itself; else for its form that rounds once: the same in a wide dtype."""
+    keeps_layout: bool = False
+    """Whether the result has its input's order of dims in memory (eager operators) rather than its own (kernels)."""
     half: bool = True
     """Whether it was proven in half precision."""
     autocast: bool = True
@@ -150,7 +152,11 @@ class Plan:
         if spec.running is None and not spec.frozen:
             if gate is not None and gate.dtype != x.dtype and x.dtype not in HALF:
                 gate = gate.to(x.dtype)  # exact, and the kernels take one dtype
-            return compute(x, spec, weight, bias, gate=gate)
+            order = self._order(x, gate)
+            if order is None:
+                return compute(x, spec, weight, bias, gate=gate)
+            inverse = sorted(range(x.dim()), key=lambda d: order[d])
+            return compute(x.permute(order), spec, weight, bias).permute(inverse)
         mean, variance = self.shape(mean, x), self.shape(variance, x)
         if spec.frozen or not (module.training or mean is None):
             if variance is None:
@@ -161,6 +167,16 @@ class Plan:
         if gate is not None or holds_one(x, spec, None):
             return None
         return self._train(module, x, weight, bias, mean, variance)
+
+    def _order(self, x: Tensor, gate: Tensor | None) -> list[int] | None:
+        """The dims of x from the widest stride to the narrowest, features last, where the result must lie like x.
+
+        (A view of a permuted result must go on working: attention norms its heads transposed.)
+        """
+        if not self.keeps_layout or gate is not None or x.is_contiguous() or self.spec.weight_shape == "per_head":
+            return None
+        order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+        return order if order[-1] == x.dim() - 1 else None
 
     def _elsewhere(self, module: nn.Module, x: Tensor, gate: Tensor | None) -> Tensor | None:
         """By torch's fused operator, on devices that only torch has kernels for, where it computes the same."""

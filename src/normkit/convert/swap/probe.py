@@ -281,6 +281,8 @@ def prove(
     with restored():
         if plan.stateful:
             plan = plan.replace(counter=known[key]["counter"] if key in known else counter_of(own, sample))
+        keeps = known[key]["keeps_layout"] if key in known else _keeps_layout(plan, own, sample)
+        plan = plan.replace(keeps_layout=keeps)
         found = compare(plan, own, sample, same_rounding=same_rounding)
         if found.native_before:
             reason = f"it runs on a native kernel already ({', '.join(sorted(found.native_before))})"
@@ -297,7 +299,7 @@ def prove(
                 except Exception:  # foreign code in a mode or dtype that it may not be meant for
                     return False
 
-            known[key] = {**_reach(module, own, sample, holds), "counter": plan.counter}
+            known[key] = {**_reach(module, own, sample, holds), "counter": plan.counter, "keeps_layout": keeps}
     return plan.replace(**known[key]), found
 
 
@@ -315,6 +317,25 @@ def _reach(
     except RuntimeError:  # a device without
         autocast = False
     return {"modes": (False, True) if other else (module.training,), "half": half, "autocast": autocast}
+
+
+def _keeps_layout(plan: Plan, module: nn.Module, sample: Sample) -> bool:
+    """Whether a result lies in memory as its transposed input does."""
+    picked = plan.arguments.pick(sample.args, sample.kwargs)
+    if picked is None or plan.spec.axes != "features" or plan.spec.channel_dim != -1 or picked[0].dim() < 3:
+        return False
+
+    def transposed(t: Any) -> Any:
+        same = isinstance(t, Tensor) and t.shape == picked[0].shape
+        return t.transpose(0, 1).contiguous().transpose(0, 1) if same else t
+
+    args, kwargs = tree_map(transposed, sample.args), tree_map(transposed, sample.kwargs)
+    x = plan.arguments.pick(args, kwargs)
+    if x is None or x[0].is_contiguous():  # a dim of one: there is no other order
+        return False
+    with torch.no_grad():
+        y = type(module).forward(module, *args, **kwargs)
+    return isinstance(y, Tensor) and not y.is_contiguous()
 
 
 @contextlib.contextmanager

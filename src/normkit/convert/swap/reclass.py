@@ -101,9 +101,11 @@ def _row(plan: Plan) -> Callable[[Any, Tensor], Tensor | None] | None:
     if not usual or weight_name is None or "." in weight_name + (bias_name or "") or not plan.literal:
         return None
     centered, eps, offset, rounding = spec.centered, spec.eps, spec.weight_offset, spec.rounding
-    like_input = spec.output_dtype == "input"
+    like_input, keeps_layout = spec.output_dtype == "input", plan.keeps_layout
 
     def run(module: Any, x: Tensor) -> Tensor | None:
+        if keeps_layout and not x.is_contiguous():
+            return None
         weight = getattr(module, weight_name)
         bias = None if bias_name is None else getattr(module, bias_name)
         if weight is None or not (like_input or weight.dtype == x.dtype) or (bias is None) != (bias_name is None):
