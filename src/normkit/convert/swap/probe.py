@@ -89,9 +89,8 @@ def twin(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
     def own(t: Tensor) -> Tensor:
         full = getattr(t, "full_tensor", None)  # a sharded parameter
-        t = t if full is None else full()
         wanted = t.dtype if dtype is None or not t.is_floating_point() else dtype
-        value = t.detach().to(dtype=wanted, copy=True)
+        value = (t if full is None else full()).detach().to(dtype=wanted, copy=True)
         return nn.Parameter(value, requires_grad=value.is_floating_point()) if isinstance(t, nn.Parameter) else value
 
     made = private_copy(module, own)
