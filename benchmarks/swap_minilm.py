@@ -53,7 +53,7 @@ def main() -> None:
     print(f"{len(SENTENCES)} sentences, {tuple(batch['input_ids'].shape)} tokens, {torch.get_num_threads()} threads")
     before = embed(model, batch)
     old = {m: type(m) for m in model.modules()}
-    receipt = normkit.swap(model, **batch, rounds=0)
+    receipt = normkit.swap(model, **batch, rounds=0, only_faster=False)  # all of them, for the distances
     receipt.show()
     print(f"largest cosine distance: {float(cosine_distances(embed(model, batch), before).max()):.1e}")
     new = {m: type(m) for m in model.modules()}
