@@ -5,6 +5,7 @@ from normkit import nn as nn
 from normkit.audit import audit as audit
 from normkit.audit import identify as identify
 from normkit.audit.groups import param_groups as param_groups
+from normkit.convert.swap import swap as swap
 from normkit.placement import PLACEMENTS as PLACEMENTS
 from normkit.placement import SCHEDULES as SCHEDULES
 from normkit.placement import Placement as Placement
@@ -31,4 +32,5 @@ __all__ = [
     "param_groups",
     "placement",
     "schedule",
+    "swap",
 ]

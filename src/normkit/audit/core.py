@@ -90,6 +90,7 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
         input_dtype=str(value.dtype).removeprefix("torch."),
         batch_statistics=_on_batch(identification),
         module=found.module,
+        identification=identification,
         parameters={role: path for role in ROLES if (path := getattr(identification, role)) is not None},
     )
 

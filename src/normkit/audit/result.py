@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from normkit.audit.identify import Identification
 from normkit.placement import NormPosition
 from normkit.spec import Kind, NormSpec
 
@@ -40,6 +41,8 @@ class NormRecord:
     batch_statistics: bool = False
     """It divided by the batch's own statistics in the audited run."""
     module: nn.Module | None = field(default=None, repr=False, compare=False)
+    identification: Identification | None = field(default=None, repr=False, compare=False)
+    """What was measured, with the parts that the module's tensors and arguments have in it."""
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
     """Role (weight, bias, running_mean, running_var) to the attribute path inside the module."""
 

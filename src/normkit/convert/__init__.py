@@ -7,5 +7,7 @@ from normkit.convert.receipt import Errors as Errors
 from normkit.convert.receipt import Receipt as Receipt
 from normkit.convert.receipt import Refusal as Refusal
 from normkit.convert.receipt import Speed as Speed
+from normkit.convert.swap import SwapReceipt as SwapReceipt
+from normkit.convert.swap import unswap as unswap
 
-__all__ = ["Change", "ConversionError", "Difference", "Errors", "Receipt", "Refusal", "Speed"]
+__all__ = ["Change", "ConversionError", "Difference", "Errors", "Receipt", "Refusal", "Speed", "SwapReceipt", "unswap"]

@@ -74,7 +74,7 @@ def compute(
         elif gate is None and running_var is not None:
             run = _cached(ops.given)(spec)
             y = None if run is None else run(x, running_mean, running_var, weight, bias, mask)
-    elif gate is None and mask is None and _fused_may_run(x):
+    elif gate is None and mask is None and fused_may_run(x):
         y = fused.evaluate(x, spec, weight, bias, running_mean, running_var)
     if y is not None:
         return y
@@ -134,7 +134,7 @@ def _as_boolean(mask: Tensor | None, x: Tensor, spec: NormSpec) -> Tensor | None
     return mask if mask.dtype == torch.bool else mask.to(torch.bool)
 
 
-def _fused_may_run(x: Tensor) -> bool:
+def fused_may_run(x: Tensor) -> bool:
     """Whether x is on a device that only torch has kernels for, with nothing that wants to see into them."""
     return isinstance(x, Tensor) and not x.is_cpu and not x.is_meta and (_compiling() or not _modes())
 

@@ -44,3 +44,4 @@ from normkit.ops.rows import add_rms_norm as add_rms_norm
 from normkit.ops.rows import gated_rms_norm as gated_rms_norm
 from normkit.ops.rows import layer_norm as layer_norm
 from normkit.ops.rows import rms_norm as rms_norm
+from normkit.ops.watch import called as called

@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -151,8 +151,16 @@ def _holds_a_module(function: object) -> bool:
     return any(isinstance(getattr(c.cell_contents, "__self__", c.cell_contents), nn.Module) for c in cells)
 
 
-def private_copy(module: nn.Module) -> nn.Module:
-    """A deep copy that shares nothing with the original: no hooks, its own tensors, in eval mode."""
+def private_copy(module: nn.Module, detached: Callable[[Tensor], Tensor] = _detached) -> nn.Module:
+    """A deep copy that shares nothing with the original: no hooks, its own tensors, in eval mode.
+
+    Args:
+        module: what to copy.
+        detached: makes a tensor's copy.
+
+    Raises:
+        NotANorm: it holds parameters that are not initialized yet.
+    """
     memo: dict[int, Any] = {}
     for part in module.modules():
         for name in _HOOK_TABLES:
@@ -162,7 +170,7 @@ def private_copy(module: nn.Module) -> nn.Module:
     for _, tensor, _, _ in tensors_of(module):
         if nn.parameter.is_lazy(tensor):
             raise NotANorm("its parameters are not initialized yet")
-        memo[id(tensor)] = _detached(tensor)
+        memo[id(tensor)] = detached(tensor)
     try:
         twin = copy.deepcopy(module, dict(memo))
     except Exception:  # a lock, a stream, a generator: share what cannot be copied

@@ -83,7 +83,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
         stack.enter_context(torch.no_grad())
         stack.enter_context(_no_fast_path())
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
-        stack.enter_context(_same_attributes(model))
+        stack.enter_context(same_attributes(model))
         stack.callback(recorder.restore)
         stack.enter_context(recorder.hooks())
         recorder.trace.inputs = recorder.register_inputs(args, kwargs)
@@ -112,7 +112,7 @@ def _no_fast_path() -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def _same_attributes(model: nn.Module) -> Generator[None, None, None]:
+def same_attributes(model: nn.Module) -> Generator[None, None, None]:
     """What the forward rebinds, adds or appends to is as before (in-place writes of tensors: `_Recorder.restore`)."""
     owners = [vars(m) for m in model.modules()]
     kept = [(o, dict(o)) for o in owners]

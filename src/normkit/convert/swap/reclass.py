@@ -1,0 +1,180 @@
+"""Giving a module another forward by giving it another class, a subclass of its own, and giving it back.
+
+Why the class: a forward bound to the instance is lost by pickle and copy, or bound to the wrong one. The subclass adds
+nothing to the instance, so state_dict, hooks, names and attributes are untouched, ``isinstance`` holds, and undoing is
+one assignment. It is made once for each class and plan; pickle writes those two instead of it.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.convert.swap.plan import HALF, Plan
+from normkit.functional.evaluate import compute_row
+
+_PLAN = "__normkit_plan__"
+_CLASSES: dict[tuple[type[nn.Module], Plan], type[nn.Module]] = {}
+_autocast_enabled = torch.is_autocast_enabled
+
+
+def plan_of(module: nn.Module) -> Plan | None:
+    """The plan of a swapped module; None for any other."""
+    return vars(type(module)).get(_PLAN)
+
+
+def base_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a swapped module had."""
+    return type(module).__bases__[0]
+
+
+def swapped_class(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
+    """The subclass of ``base`` whose forward follows the plan."""
+    key = (base, plan)
+    if key not in _CLASSES:
+        members = {
+            _PLAN: plan,
+            "forward": _forward(base.forward, plan),
+            "__reduce_ex__": _reduce(base),
+            "__setattr__": _watch(base, plan),
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+        }
+        _CLASSES[key] = type(base)(base.__name__, (base,), members)
+    return _CLASSES[key]
+
+
+def _forward(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """The forward of a plan; the original where the proof does not reach."""
+    arguments, modes = plan.arguments, plan.modes
+    everywhere = len(set(modes)) == 2
+    whole = plan.inference and plan.gradient
+    single = arguments.input == 0 and arguments.gate is None and plan.spec.gate is None
+    row = _row(plan)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if single and len(args) == 1 and not kwargs:
+            x, gate = args[0], None
+        else:
+            picked = arguments.pick(args, kwargs)
+            if picked is None or (picked[1] is None) != (arguments.gate is None):
+                return original(self, *args, **kwargs)
+            x, gate = picked
+        taken = (
+            isinstance(x, Tensor)
+            and (everywhere or self.training in modes)
+            and (plan.half or x.dtype not in HALF)
+            and (plan.autocast or not _autocast_enabled(x.device.type))
+            and (whole or (plan.gradient if plan.records(self, x) else plan.inference))
+        )
+        if taken:
+            y = None if row is None else row(self, x)
+            if y is None:
+                y = plan.run(self, x, gate)
+            if y is not None:
+                return y
+        return original(self, *args, **kwargs)
+
+    forward.__doc__ = original.__doc__
+    forward.__signature__ = _signature(original)  # type: ignore[attr-defined]
+    return forward
+
+
+def _row(plan: Plan) -> Callable[[Any, Tensor], Tensor | None] | None:
+    """LayerNorm and RMSNorm over the last dim in few steps: a small row costs no more than a call."""
+    spec, weight_name, bias_name = plan.kernel, plan.weight, plan.bias
+    usual = (
+        spec.axes == "features"
+        and spec.channel_dim in (-1, (-1,))
+        and (spec.groups, spec.partial, spec.gate) == (1, 1.0, None)
+        and (spec.statistic, spec.eps_at) == ("mean_square", "variance")
+        and spec.weight_shape == "features"
+        and not (spec.weight_offset != 0 and spec.gain_dtype == "input")
+    )
+    if not usual or weight_name is None or "." in weight_name + (bias_name or "") or not plan.literal:
+        return None
+    centered, eps, offset, rounding = spec.centered, spec.eps, spec.weight_offset, spec.rounding
+    like_input, keeps_layout = spec.output_dtype == "input", plan.keeps_layout
+
+    def run(module: Any, x: Tensor) -> Tensor | None:
+        if keeps_layout and not x.is_contiguous():
+            return None
+        weight = getattr(module, weight_name)
+        bias = None if bias_name is None else getattr(module, bias_name)
+        if weight is None or not (like_input or weight.dtype == x.dtype) or (bias is None) != (bias_name is None):
+            return None
+        return compute_row(centered, x, weight, bias, eps, offset, rounding)
+
+    return run
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _reduce(base: type[nn.Module]) -> Callable[[Any, Any], Any]:
+    """Pickle and copy as the original class would, then change the class again."""
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = base.__reduce_ex__(self, protocol)  # type: ignore[arg-type]
+        if isinstance(reduced, str):
+            return reduced
+        function, args, *rest = reduced
+        args = tuple(base if a is type(self) else a for a in args)
+        return (_rebuild, (base, plan_of(self), function, *args), *rest)
+
+    return reduce_ex
+
+
+def _rebuild(base: type[nn.Module], plan: Plan, function: Callable[..., Any], *args: Any) -> Any:
+    made = copyreg.__newobj__(*args) if function is copyreg.__newobj__ else function(*args)  # type: ignore[attr-defined]
+    if type(made) is base:
+        made.__class__ = swapped_class(base, plan)
+    return made
+
+
+def _watch(base: type[nn.Module], plan: Plan) -> Callable[[Any, str, Any], None]:
+    """A plain attribute that changes (an eps, a momentum) may change the norm: its own forward is then back."""
+    known = dict(plan.constants)
+
+    def setattr_(self: nn.Module, name: str, value: Any) -> None:
+        if name in known and not (type(value) is type(known[name]) and value == known[name]):
+            give_back(self)
+            warnings.warn(
+                f"{name} of a swapped {base.__name__} was set to {value!r}: it was proven with {known[name]!r}, so its "
+                "own forward runs again. Swap once more to have normkit's",
+                stacklevel=2,
+            )
+        base.__setattr__(self, name, value)
+
+    return setattr_
+
+
+def give_back(module: nn.Module) -> None:
+    """A swapped module's own class again."""
+    module.__class__ = base_of(module)
+
+
+def unswap(model: nn.Module) -> int:
+    """Give every swapped module of a tree its own forward again, also in a copy or in what was unpickled.
+
+    Args:
+        model: any module.
+
+    Returns:
+        How many there were. Modules whose swapped class was itself replaced (``fully_shard``) stay.
+    """
+    found = [m for m in model.modules() if plan_of(m) is not None]
+    for module in found:
+        give_back(module)
+    return len(found)
