@@ -102,7 +102,8 @@ class Stream(nn.Module):
 @pytest.mark.parametrize(
     ("use", "reason"),
     [
-        (lambda m, x: x + m.branch(x), "returns its stream without a norm"),
+        (lambda m, x: x + m.branch(x), "read elsewhere, without a norm"),
+        (lambda m, x: (m.final(x), x), "returns its stream without a norm"),
         (lambda m, x: m.final(x + m.branch(x)) + x.tanh(), "read elsewhere, without a norm"),
         (lambda m, x: m.final(x + m.scale * m.branch(x)), "scaled, bent or moved|cannot be centred"),
         (lambda m, x: m.final(x + m.branch(x).roll(1, 0)), "cannot be centred"),
@@ -130,8 +131,12 @@ def test_an_input_on_the_stream_and_post_norm():
     model = trained(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 4))).eval()
     assert "input 0 of the model is on its stream" in layer_to_rms(model, X).refused[0].reason
     post = transformer(placement="post", tie_embeddings=False)
-    told = layer_to_rms(post, IDS).refused
-    assert told and all("a norm's result cannot be centred" in refusal.reason for refusal in told)
+    receipt = layer_to_rms(post, IDS)
+    told = [refusal.reason for refusal in receipt.refused]
+    assert receipt.changed == () and len(told) == 2, (
+        "the first reads what its block reads too; the second reads the first"
+    )
+    assert "read elsewhere" in told[0] and "a norm's result cannot be centred" in told[1]
 
 
 def test_a_wrong_centring_is_refused_by_the_proof(monkeypatch):
