@@ -244,3 +244,25 @@ def test_the_backward_keeps_x_and_little_else():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         F.rms_norm(x, 256, w, rounding="before_gain")
     assert sum(kept) < 1.1 * x.numel() * x.element_size()
+
+
+def test_batch_norm_into_a_grouped_transposed_convolution(monkeypatch):
+    """Its output channels lie on axis 1, cut into groups: scaling axis 0, or axis 1 alone, raises or is wrong."""
+    from normkit.convert.fold import batch, fold_batch_norm
+
+    model = torch.nn.Sequential(torch.nn.ConvTranspose2d(6, 6, 3, groups=3), torch.nn.BatchNorm2d(6)).double().eval()
+    with torch.no_grad():
+        for tensor in (model[1].weight, model[1].bias, model[1].running_mean, model[1].running_var):
+            tensor.copy_(torch.rand(6) + 0.5)
+    x = torch.randn(2, 6, 5, 5, dtype=F64)
+    wanted, bits = model(x).detach(), model[0].weight.detach().clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "scale_out", lambda weight, scale, _: weight * scale.view(-1, 1, 1, 1))
+        receipt = fold_batch_norm(model, x)
+        assert receipt.changed == () and "the proof failed" in receipt.refused[0].reason
+        assert torch.equal(model[0].weight, bits) and torch.equal(model(x), wanted)
+    receipt = fold_batch_norm(model, x)
+    assert isinstance(model[1], torch.nn.Identity)
+    assert (model(x) - wanted).abs().max() < 1e-12 * wanted.abs().max()
+    receipt.undo()
+    assert torch.equal(model[0].weight, bits) and torch.equal(model(x), wanted)

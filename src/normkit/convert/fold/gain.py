@@ -166,13 +166,14 @@ def _features(linear: Linear, weight: Tensor) -> int:
 
 def _affine(editor: Editor, spec: NormSpec, weight: str | None, bias: str | None) -> tuple[Tensor, Tensor]:
     """The norm's gain as its module forms it, and its bias, in float64."""
-    gain = torch.ones(1, dtype=torch.float64)
-    if weight is not None:
-        stored = editor.tensor(weight)
-        gain = stored + spec.weight_offset if spec.gain_dtype == "input" else stored.double() + spec.weight_offset
-        gain = gain.double()
-    like = gain if bias is None else editor.tensor(bias).double()
-    return gain, torch.zeros_like(like) if bias is None else like
+    shift = None if bias is None else editor.tensor(bias).double()
+    if weight is None:
+        assert shift is not None
+        return torch.ones_like(shift), shift
+    held = editor.tensor(weight)
+    gain = held + spec.weight_offset if spec.gain_dtype == "input" else held.double() + spec.weight_offset
+    gain = gain.double()
+    return gain, torch.zeros_like(gain) if shift is None else shift
 
 
 def _linears(scene: Scene, norm: Occurrence, *, shifted: bool, plan: _Plan) -> list[Linear]:

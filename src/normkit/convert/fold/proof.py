@@ -43,7 +43,25 @@ class Widened(TorchDispatchMode):
         asked = kwargs.get("dtype")
         if asked in _WIDER:
             kwargs["dtype"] = _WIDER[asked]
+        if func.overloadpacket is torch.ops.aten._grouped_mm and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The product of experts, which torch has for narrower dtypes only."""
+    if offs is None:
+        return torch.bmm(a, b)
+    ends = offs.tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if a.dim() == 2 and b.dim() == 3:
+        made = a.new_zeros(a.shape[0], b.shape[2])
+        for span, matrix in zip(spans, b, strict=True):
+            made[span] = a[span] @ matrix
+        return made
+    if a.dim() == 3:
+        return torch.cat([matrix @ b[:, span] for span, matrix in zip(spans, a, strict=True)], dim=1)
+    return torch.stack([a[:, span] @ b[span] for span in spans])
 
 
 @dataclass(frozen=True)
