@@ -90,9 +90,23 @@ def _measured(task: Task) -> Row:
 
 
 def run(
-    tasks: Iterable[Task], path: Path, executor: Executor, *, on_row: Callable[[Row], None] = lambda row: None
+    tasks: Iterable[Task],
+    path: Path,
+    executor: Executor,
+    *,
+    on_row: Callable[[Row], None] = lambda row: None,
+    on_start: Callable[[set[str]], None] = lambda done: None,
+    fresh: bool = False,
 ) -> list[Row]:
     """Make every measurement that the results file has not, and append each as it comes.
+
+    Args:
+        tasks: see `tasks_of`.
+        path: the results file; it and its folder are made where they are missing.
+        executor: where to.
+        on_row: called with each new row, after it was appended.
+        on_start: called first, with the keys of the tasks that are done already.
+        fresh: measure these tasks again, whatever the file has; of two rows with a result the later counts.
 
     Returns:
         The new rows, failed ones included.
@@ -101,9 +115,11 @@ def run(
         ResultsError: the file cannot be written or read, or another run is writing it.
     """
     made = []
+    wanted = {task.key: task for task in tasks}
     with appending(path) as append:
-        done = {row.key for row in read(path) if row.error is None}
-        for row in executor.run([task for task in tasks if task.key not in done]):
+        done = set() if fresh else {row.key for row in read(path) if row.error is None} & set(wanted)
+        on_start(done)
+        for row in executor.run([task for key, task in wanted.items() if key not in done]):
             append(row)
             made.append(row)
             on_row(row)

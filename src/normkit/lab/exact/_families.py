@@ -1,4 +1,4 @@
-"""Published architectures as small models, audited without weights."""
+"""Published architectures as small models with random weights, audited."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def audit_family(name: str) -> Audit:
     Raises:
         ImportError: transformers is not installed.
     """
-    with torch.device("meta"):
-        tokens = torch.zeros(2, 16, dtype=torch.long)
-        if name in FAMILIES:
-            return _of_library(name, tokens)
-        return audit(_of_paper(name).eval(), tokens)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    if name in FAMILIES:
+        return _of_library(name, tokens)
+    return audit(_of_paper(name).eval(), tokens)
 
 
 def _of_library(name: str, tokens: torch.Tensor) -> Audit:
