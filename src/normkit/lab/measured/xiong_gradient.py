@@ -19,7 +19,7 @@ SHALLOWEST = 8  # below it the embedding's part of the stream hides the exponent
 
 def cells(quick: bool) -> list[Cell]:
     """Placements, widths and depths; one model each."""
-    dims, depths, samples = ((32,), (8, 16), 4) if quick else ((64, 128, 256), (2, 8, 16, 32, 64), 16)
+    dims, depths, samples = ((32,), (8, 16), 4) if quick else ((64, 128), (2, 8, 16, 32, 64), 8)
     return [
         {"placement": p, "dim": d, "depth": n, "samples": samples}
         for p in ("post", "pre")

@@ -20,7 +20,7 @@ HEADS = ("of variance 1 / d", "of variance 1")
 
 def cells(quick: bool) -> list[Cell]:
     """Two heads: one that gives logits of variance 1, and one whose weights have it (its logits grow with d)."""
-    dims, samples = ((32, 64, 128), 4) if quick else ((32, 64, 128, 256, 512), 64)
+    dims, samples = ((32, 64, 128), 4) if quick else ((32, 64, 128, 256, 512), 32)
     return [{"head": h, "dim": d, "depth": 4, "samples": samples} for h in HEADS for d in dims]
 
 
