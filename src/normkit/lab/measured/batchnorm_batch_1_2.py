@@ -20,10 +20,8 @@ FAR = 1.5
 
 def cells(quick: bool) -> list[Cell]:
     """Norms by batch size."""
-    epochs, samples = (1, 32) if quick else (3, 600)
-    return [
-        {"norm": n, "batch": b, "epochs": epochs, "samples": samples} for n in ("batch", "group") for b in (1, 2)
-    ]
+    epochs, samples = (1, 32) if quick else (2, 600)
+    return [{"norm": n, "batch": b, "epochs": epochs, "samples": samples} for n in ("batch", "group") for b in (1, 2)]
 
 
 def measure(seed: int, norm: Any, batch: int, epochs: int, samples: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ RISE = 1.0
 
 def cells(quick: bool) -> list[Cell]:
     """Norms by batch size; the rate is proportional to it."""
-    sizes, epochs, samples = ((32, 8), 1, 128) if quick else ((32, 16, 8, 4, 2), 4, 1347)
+    sizes, epochs, samples = ((32, 8), 1, 128) if quick else ((32, 8, 4, 2), 3, 900)
     return [{"norm": n, "batch": b, "epochs": epochs, "samples": samples} for n in ("batch", "group") for b in sizes]
 
 

@@ -21,7 +21,9 @@ BATCH, DIM = 32, 64
 
 def cells(quick: bool) -> list[Cell]:
     """Norms by the outlier's size, as a multiple of the other samples'."""
-    return [{"norm": n, "size": s} for n in ("batch", "layer") for s in ((10.0,) if quick else (3.0, 10.0, 30.0, 100.0))]
+    return [
+        {"norm": n, "size": s} for n in ("batch", "layer") for s in ((10.0,) if quick else (3.0, 10.0, 30.0, 100.0))
+    ]
 
 
 def measure(seed: int, norm: Any, size: float) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def judge(rows: list[Row]) -> Verdict:
     forgotten = difference(values(batch, "sorted_evaluation"), values(batch, "sorted_training"))
     stale = difference(values(batch, "shifted_training"), values(batch, "shifted_evaluation"))
     pairs = (("evaluation", "training"), ("sorted_evaluation", "sorted_training"))
-    layer_gap = max(abs(a - b) for one, two in pairs for a, b in zip(values(layer, one), values(layer, two), strict=True))
+    layer_gap = max(
+        abs(a - b) for one, two in pairs for a, b in zip(values(layer, one), values(layer, two), strict=True)
+    )
     checks = (forgotten.low > 5, stale.low > 5)
     agrees = -3 < matched.low and matched.high < 3 and layer_gap == 0
     return Verdict(

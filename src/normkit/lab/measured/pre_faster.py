@@ -48,9 +48,7 @@ def measure(seed: int, placement: str, rate: float, depth: int, steps: int, targ
 def judge(rows: list[Row]) -> Verdict:
     """See ``CLAIM.criterion``."""
     rate = {
-        p: min(
-            settings(rows, "rate"), key=lambda r, p=p: mean(values(rows, "log2_steps", placement=p, rate=r))
-        )
+        p: min(settings(rows, "rate"), key=lambda r, p=p: mean(values(rows, "log2_steps", placement=p, rate=r)))
         for p in ("post", "pre")
     }
     logs = {p: values(rows, "log2_steps", placement=p, rate=rate[p]) for p in rate}

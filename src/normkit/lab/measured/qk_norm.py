@@ -30,7 +30,10 @@ def measure(seed: int, qk_norm: str, rate: float, depth: int, steps: int) -> dic
         norm: Any = None if qk_norm == "none" else qk_norm
         model = language_model(qk_norm=norm, depth=depth, positions="learned", max_positions=64)
         loss = train_language(model, steps=steps, rate=rate).validation
-        return {"largest_logit": largest_attention_logit(model, fixed_windows(text().validation, 32, 16)[0]), "loss": loss}
+        return {
+            "largest_logit": largest_attention_logit(model, fixed_windows(text().validation, 32, 16)[0]),
+            "loss": loss,
+        }
 
 
 def judge(rows: list[Row]) -> Verdict:

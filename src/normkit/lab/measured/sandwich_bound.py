@@ -21,7 +21,11 @@ PLACEMENTS = ("pre", "sandwich", "output")
 
 def cells(quick: bool) -> list[Cell]:
     """Placements by the factor on one layer's matrices that write onto the stream."""
-    return [{"placement": p, "factor": f} for p in PLACEMENTS for f in ((1.0, 100.0) if quick else (1.0, 10.0, 100.0, 1000.0))]
+    return [
+        {"placement": p, "factor": f}
+        for p in PLACEMENTS
+        for f in ((1.0, 100.0) if quick else (1.0, 10.0, 100.0, 1000.0))
+    ]
 
 
 @torch.no_grad()
@@ -55,7 +59,12 @@ def judge(rows: list[Row]) -> Verdict:
     normed = PLACEMENTS[1:]
     kept = [
         grown[p].high < 1.1
-        and all(w <= g for w, g in zip(values(rows, "written", placement=p), values(rows, "largest_gain", placement=p), strict=True))
+        and all(
+            w <= g
+            for w, g in zip(
+                values(rows, "written", placement=p), values(rows, "largest_gain", placement=p), strict=True
+            )
+        )
         for p in normed
     ]
     outcome = graded(kept, WRONG) if grown["pre"].low > factor / 2 else NOT_SEEN

@@ -20,7 +20,7 @@ MATTERS = 0.05
 
 def cells(quick: bool) -> list[Cell]:
     """Placements, with and without warm-up, by learning rate."""
-    depth, steps, rates = (2, 6, (3e-3,)) if quick else (12, 200, (1e-3, 3e-3))
+    depth, steps, rates = (2, 6, (3e-3,)) if quick else (12, 160, (1e-3, 3e-3))
     return [
         {"placement": p, "warm_up": w, "rate": r, "depth": depth, "steps": steps}
         for p in PLACEMENTS
