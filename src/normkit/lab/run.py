@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from normkit.lab.claim import Cell, Claim, Row, task_key
 
 if TYPE_CHECKING:
     from normkit.lab.executors import Executor
+
+
+_ALONE = threading.Lock()
+"""torch's generator and thread count belong to the process, and a dask worker may have several threads."""
 
 
 class ResultsError(ValueError):
@@ -60,9 +65,19 @@ def perform(task: Task) -> Row:
     """Make one measurement, on one thread and from its seed; what it raises becomes the row's error."""
     import torch
 
-    threads = torch.get_num_threads()
+    with _ALONE:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _measured(task)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _measured(task: Task) -> Row:
+    import torch
+
     started, clock = _now(), time.perf_counter()
-    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(task.seed)
@@ -71,10 +86,7 @@ def perform(task: Task) -> Row:
         row.to_json()  # a result that JSON cannot hold is this task's error, not the run's
     except Exception as error:
         return task.row({}, time.perf_counter() - clock, started, one_line(error))
-    else:
-        return row
-    finally:
-        torch.set_num_threads(threads)
+    return row
 
 
 def run(
