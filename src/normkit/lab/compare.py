@@ -11,16 +11,13 @@ from normkit.lab.claim import Row
 from normkit.lab.executors import Executor, Processes
 from normkit.lab.run import Task
 from normkit.lab.setups.statistics import Interval, t_interval
-from normkit.lab.trial import KNOWS_NOTHING, check, speed, training
+from normkit.lab.trial import KNOWS_NOTHING, check, knows_frequencies, speed, training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BASELINES = ("layer", "rms")
 BASE_PLACEMENTS = ("pre", "post")
-TRAINS = 0.8
-"""A run has trained if its loss is under this share of the loss of knowing nothing (character frequencies alone give
-about 0.7 on this text)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Effort:
     rounds: int
 
 
-QUICK = Effort(32, 2, (1, 2, 6), 8, (1, 4, 8), 3e-3, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 60, 512, 15)
+QUICK = Effort(32, 2, (1, 2, 6), 8, (1, 4, 8), 3e-3, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 80, 512, 15)
 FULL = Effort(
     64, 4, (2, 4, 8, 16), 8, (1, 2, 8, 32), 3e-3, (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0), 400, 2048, 40
 )
@@ -58,6 +55,8 @@ class Outcome:
     """Held-out loss by learning rate."""
     depths: dict[int, Interval] = field(default_factory=dict)
     batches: dict[int, Interval] = field(default_factory=dict)
+    worst: dict[float, float] = field(default_factory=dict)
+    """The largest held-out loss of the runs at each learning rate."""
     diverged: dict[float, int] = field(default_factory=dict)
     """How many runs diverged at each learning rate."""
     forward: Interval | None = None
@@ -82,8 +81,8 @@ class Outcome:
 
     @property
     def highest_rate(self) -> float | None:
-        """The highest learning rate at which every run trained; None where none did."""
-        good = [r for r, loss in self.rates.items() if loss.mean < TRAINS * KNOWS_NOTHING and not self.diverged[r]]
+        """The highest learning rate at which every run learnt more than how often characters come; None if none did."""
+        good = [rate for rate, loss in self.worst.items() if loss < knows_frequencies()]
         return max(good) if good else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class Outcome:
         values = asdict(self)
         for name in ("rates", "depths", "batches"):
             values[name] = {str(k): _interval(v) for k, v in getattr(self, name).items()}
-        values["diverged"] = {str(k): v for k, v in self.diverged.items()}
+        values |= {n: {str(k): v for k, v in getattr(self, n).items()} for n in ("worst", "diverged")}
         values["forward"], values["backward"] = _interval(self.forward), _interval(self.backward)
         if not self.reason:
             values |= {"best_rate": self.best_rate, "quality": _interval(self.quality)}
@@ -207,6 +206,7 @@ def _outcome(pair: tuple[str, str], rows: list[Row], parameters: int, effort: Ef
         rates={rate: losses(at(rate=rate)) for rate in effort.rates},
         depths={depth: losses(at(depth=depth)) for depth in effort.depths},
         batches={batch: losses(at(batch=batch)) for batch in effort.batches},
+        worst={rate: max(row.result["loss"] for row in at(rate=rate)) for rate in effort.rates},
         diverged={rate: sum(row.result["diverged"] for row in at(rate=rate)) for rate in effort.rates},
         forward=t_interval([row.result["forward"] for row in timed]),
         backward=t_interval([row.result["forward and backward"] for row in timed]),
@@ -231,13 +231,15 @@ def figure(outcomes: Sequence[Outcome]) -> Figure:
         for n, outcome in enumerate(drawn):
             _line(axes, getattr(outcome, name), outcome.name, n)
         axes.set_xscale("log", base=10 if name == "rates" else 2)
+        if name != "rates" and drawn:
+            sizes = list(getattr(drawn[0], name))
+            axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss, nats a character")
         axes.grid(True, color="0.92")
-    rates.axhline(KNOWS_NOTHING, color="0.6", linewidth=1, linestyle=":")
-    rates.annotate(
-        "knows nothing", (1, KNOWS_NOTHING), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="0.4"
-    )
+    for level, said in ((KNOWS_NOTHING, "knows nothing"), (knows_frequencies(), "knows frequencies")):
+        rates.axhline(level, color="0.6", linewidth=1, linestyle=":")
+        rates.annotate(said, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="0.4")
     if drawn:
         rates.legend(frameon=False)
     for n, outcome in enumerate(drawn):
@@ -248,7 +250,7 @@ def figure(outcomes: Sequence[Outcome]) -> Figure:
     times.set_yticks(range(len(drawn)), [o.name for o in drawn])
     times.invert_yaxis()
     times.axvline(1, color="0.4", linewidth=1, linestyle=":")
-    times.set_xlabel("time over torch.nn.LayerNorm's: forward (dark), with backward (light)")
+    times.set_xlabel("time / torch LayerNorm's; light: with backward")
     return result
 
 
