@@ -95,7 +95,8 @@ def table(axes: Axes, columns: Sequence[str], lines_: Sequence[Sequence[Any]]) -
     axes.axis("off")
     drawn = axes.table(cellText=[[str(v) for v in line] for line in lines_], colLabels=list(columns), loc="center")
     drawn.auto_set_font_size(False)
-    drawn.set_fontsize(8)
+    drawn.set_fontsize(9)
+    drawn.scale(1, 1.35)
     drawn.auto_set_column_width(list(range(len(columns))))
     for (row, _), cell in drawn.get_celld().items():
         cell.set_edgecolor("0.8")

@@ -9,7 +9,6 @@ import torch
 
 from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
-from normkit.lab.exact._shared import table
 from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -62,16 +61,18 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 def plot(rows: list[Row], axes: Axes) -> None:
-    lines = [
-        (
-            f"{row.cell['features']} × {row.cell['value']:g}",
-            "NaN" if row.result["nan_without"] else f"{row.result['without']:.3g}",
-            f"{row.result['with']:.2g}",
-            f"{row.result['normkit']:.2g}",
-        )
-        for row in rows
-    ]
-    table(axes, ("row", "without eps", "eps = 1e-6", "normkit, eps = 1e-6"), lines)
+    names = [f"{row.cell['features']} × {row.cell['value']:g}" for row in rows]
+    series = {"without eps": "without", "eps = 1e-6": "with", "normkit, eps = 1e-6": "normkit"}
+    for n, (label, key) in enumerate(series.items()):
+        heights = [0.0 if row.result[key] != row.result[key] else row.result[key] for row in rows]
+        axes.bar([k + 0.27 * (n - 1) for k in range(len(rows))], heights, 0.25, label=label)
+    for k, row in enumerate(rows):
+        if row.result["nan_without"]:
+            axes.annotate("NaN", (k - 0.27, 0.02), ha="center", color="#b3332b")
+    axes.set_xticks(range(len(rows)), names)
+    axes.set_xlabel("constant row")
+    axes.set_ylabel("largest output (right: 0)")
+    axes.legend()
 
 
 CLAIM = Claim(

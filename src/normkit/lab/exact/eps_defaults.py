@@ -9,7 +9,7 @@ import torch
 from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.exact._families import FAMILIES, audit_family
-from normkit.lab.exact._shared import error, randn, table
+from normkit.lab.exact._shared import error, randn
 from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -78,13 +78,16 @@ def _is_usual(eps: float) -> bool:
 
 
 def plot(rows: list[Row], axes: Axes) -> None:
-    lines = [(row.cell["of"], ", ".join(f"{e:.3g}" for e in row.result["eps"])) for row in rows if "of" in row.cell]
-    lines += [
-        (f"1e-5 against 1e-6, mean square {row.cell['mean_square']:g}", f"{row.result['changed']:.2%}")
-        for row in rows
-        if "mean_square" in row.cell
-    ]
-    table(axes, ("default of", "eps, or change of the output"), lines)
+    found = [(row.cell["of"], e) for row in rows if "of" in row.cell for e in row.result["eps"]]
+    names = list(dict.fromkeys(name for name, _ in found))
+    axes.scatter([e for _, e in found], [names.index(name) for name, _ in found], zorder=3)
+    for usual in USUAL:
+        axes.axvline(usual, color="0.6", linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(1e-13, 1e-3)
+    axes.set_xlabel("default eps")
 
 
 CLAIM = Claim(

@@ -8,7 +8,7 @@ import torch
 
 from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
-from normkit.lab.exact._shared import error, randn, table
+from normkit.lab.exact._shared import error, randn
 from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -67,19 +67,18 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 def plot(rows: list[Row], axes: Axes) -> None:
-    lines = [
-        (
-            f"{r.cell['eps']:g}",
-            f"{r.result['float16']:.4g}",
-            f"{r.result['bfloat16']:.4g}",
-            "NaN" if r.result["zero_row_float16"] != 0 else "0",
-            "NaN" if r.result["zero_row_float32"] != 0 else "0",
-            f"{r.result['small_row_float32']:.2%}",
-        )
-        for r in rows
-    ]
-    heads = ("eps", "in float16", "in bfloat16", "zero row,\nall float16", "zero row,\nfloat32", "error at RMS 0.01")
-    table(axes, heads, lines)
+    eps = [row.cell["eps"] for row in rows]
+    axes.plot(eps, [row.result["small_row_float32"] for row in rows], marker="o", label="error of a row of RMS 0.01")
+    held = [abs(row.result["float16"] - row.cell["eps"]) / row.cell["eps"] for row in rows]
+    axes.plot(eps, [max(h, 1e-6) for h in held], marker="s", label="error of eps held in float16 (1: it is 0)")
+    broken = [row.cell["eps"] for row in rows if row.result["zero_row_float16"] != 0]
+    if broken:
+        axes.axvspan(min(eps) / 2, max(broken) * 2, color="#b3332b", alpha=0.12, label="zeros give NaN, all in float16")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("eps")
+    axes.set_ylabel("relative error")
+    axes.legend()
 
 
 CLAIM = Claim(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
-from normkit.lab.exact._shared import table
 from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -84,10 +83,14 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 def plot(rows: list[Row], axes: Axes) -> None:
-    forms = list(rows[0].result["outputs"])
-    lines = [[f"{r.cell['magnitude']:g}", *(f"{r.result['outputs'][f]:.4g}" for f in forms)] for r in rows]
-    table(axes, ["magnitude", *forms], lines)
-    axes.set_title("output of RMSNorm (right: 1)")
+    for n, form in enumerate(rows[0].result["outputs"]):
+        outputs = [row.result["outputs"][form] for row in rows]
+        axes.plot([r.cell["magnitude"] for r in rows], [v + 0.012 * n for v in outputs], marker="o", label=form)
+    axes.axvline(MAXIMUM**0.5, color="0.6", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("magnitude of the 4096 values (dotted: its square is the float16 maximum)")
+    axes.set_ylabel("output of RMSNorm (right: 1)")
+    axes.legend()
 
 
 CLAIM = Claim(

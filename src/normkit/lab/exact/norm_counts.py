@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.exact._families import LAYERS, audit_family
-from normkit.lab.exact._shared import holds_if, table
+from normkit.lab.exact._shared import holds_if
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,18 +70,19 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 def plot(rows: list[Row], axes: Axes) -> None:
-    lines = [
-        (
-            r.cell["family"],
-            ", ".join(r.result["branches"]),
-            f"{r.result['per_layer']:g}",
-            r.result["final"],
-            f"{r.result['qk_per_layer']:g}",
-            ", ".join(f"{e:g}" for e in r.result["eps"]),
-        )
-        for r in rows
-    ]
-    table(axes, ("built model", "placement", "a layer", "final", "query and key,\na layer", "eps"), lines)
+    names = [f"{row.cell['family']} ({', '.join(row.result['branches'])})" for row in rows]
+    left = [0.0] * len(rows)
+    for key, label in (
+        ("per_layer", "on the stream, a layer"),
+        ("qk_per_layer", "query and key, a layer"),
+        ("final", "final"),
+    ):
+        counts = [float(row.result[key]) for row in rows]
+        axes.barh(names, counts, left=left, label=label)
+        left = [a + b for a, b in zip(left, counts, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("norms")
+    axes.legend()
 
 
 CLAIM = Claim(
