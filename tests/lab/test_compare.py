@@ -85,7 +85,7 @@ def test_a_norm_in_a_file_comes_out_beside_the_built_in_ones(tmp_path: Path) -> 
     for outcome in found:
         assert set(outcome["rates"]) == {"0.01", "0.1"}
         assert set(outcome["depths"]) == {"1", "2"} and set(outcome["batches"]) == {"1", "2"}
-        assert 0 < outcome["quality"]["low"] <= outcome["quality"]["mean"] <= outcome["quality"]["high"]
+        assert outcome["quality"]["low"] < outcome["quality"]["mean"] < outcome["quality"]["high"]
         assert outcome["forward"]["mean"] > 0 and outcome["backward"]["mean"] > 0
     assert found[0]["parameters"] == 16 and found[1]["parameters"] == 32
     drawing = (tmp_path / "c.svg").read_text()

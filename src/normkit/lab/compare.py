@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normkit.lab.claim import Row
 from normkit.lab.executors import Executor, Processes
+from normkit.lab.register import absolute
 from normkit.lab.run import Task
 from normkit.lab.setups.statistics import Interval, t_interval
 from normkit.lab.trial import KNOWS_NOTHING, check, knows_frequencies, speed, training
@@ -145,30 +147,30 @@ def compare(
         return rows
 
     checks = made([Task("compare check", check, _cell(pair, dim=effort.dim), 0, effort is QUICK) for pair in pairs])
-    sound = {_pair(row): row for row in checks if row.error is None}
-    rows = made([task for pair in pairs if pair in sound for task in _trials(pair, seeds, effort)])
-    reasons = {_pair(row): _plain(row.error) for row in (*rows, *checks) if row.error is not None}
+    sound = {pair: row for pair in pairs for row in checks if _is_of(row, pair) and row.error is None}
+    rows = made([task for pair in sound for task in _trials(pair, seeds, effort)])
     outcomes = []
     for pair in pairs:
-        if pair in reasons:
-            outcomes.append(Outcome(*pair, reason=reasons[pair]))
+        own = [row for row in (*checks, *rows) if _is_of(row, pair)]
+        reason = next((row.error for row in own if row.error is not None), None)
+        if reason is not None:
+            outcomes.append(Outcome(*pair, reason=_plain(reason)))
         else:
-            own = [row for row in rows if _pair(row) == pair]
             outcomes.append(_outcome(pair, own, sound[pair].result["parameters"], effort))
     return outcomes
 
 
 def _plain(reason: str) -> str:
-    """A reason without the type of those exceptions whose message says all."""
-    return reason.removeprefix("TrialError: ").removeprefix("CandidateError: ")
+    """A reason without the type of those exceptions whose message says all, and with files as they were given."""
+    return reason.removeprefix("TrialError: ").removeprefix("CandidateError: ").replace(f"{Path.cwd()}/", "")
 
 
 def _cell(pair: tuple[str, str], **settings: Any) -> dict[str, Any]:
-    return {"norm": pair[0], "placement": pair[1], **settings}
+    return {"norm": absolute(pair[0]), "placement": absolute(pair[1]), **settings}
 
 
-def _pair(row: Row) -> tuple[str, str]:
-    return row.cell["norm"], row.cell["placement"]
+def _is_of(row: Row, pair: tuple[str, str]) -> bool:
+    return (row.cell["norm"], row.cell["placement"]) == (absolute(pair[0]), absolute(pair[1]))
 
 
 def _trials(pair: tuple[str, str], seeds: int, effort: Effort) -> list[Task]:

@@ -99,9 +99,9 @@ class Dask:
         self.address = address
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Row]:
-        """See `Executor.run`; dask itself gives up on a task that has killed several workers."""
+        """See `Executor.run`. dask blames all that ran on a worker for its death: each is tried again alone."""
         try:
-            from distributed import Client, as_completed
+            from distributed import Client, KilledWorker, as_completed
         except ImportError as error:
             raise ExecutorError("dask:// needs dask.distributed: pip install 'normkit[dask]'") from error
         try:
@@ -110,12 +110,22 @@ class Dask:
             raise ExecutorError(f"no dask scheduler answers at {self.address}: {one_line(error)}") from error
         with client:
             futures = {client.submit(perform, task, pure=False): task for task in tasks}
+            suspects = []
             for future in as_completed(list(futures)):
+                task = futures[future]
                 try:
                     row = future.result()
+                except KilledWorker:
+                    suspects.append(task)
+                    continue
                 except Exception as error:
-                    row = futures[future].failed(f"its worker died or was lost ({one_line(error)})")
+                    row = task.failed(f"it was lost ({one_line(error)})")
                 yield row
+            for task in suspects:
+                try:
+                    yield client.submit(perform, task, pure=False).result()
+                except Exception as error:
+                    yield task.failed(f"its worker died ({one_line(error)})")
 
 
 class Slurm:

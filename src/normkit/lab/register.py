@@ -114,6 +114,12 @@ def find_placement(reference: str) -> str | Placement:
     return found
 
 
+def absolute(reference: str) -> str:
+    """The same reference, wherever a worker's working folder is."""
+    place, colon, name = reference.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if colon and place.endswith(".py") else reference
+
+
 def _follow(reference: str, built_in: str) -> Any:
     if reference in _REGISTERED:
         return _REGISTERED[reference]
