@@ -1,5 +1,7 @@
 """normkit: the normalization toolkit for PyTorch."""
 
+from typing import Any
+
 from normkit import functional as functional
 from normkit import nn as nn
 from normkit.audit import audit as audit
@@ -28,9 +30,19 @@ __all__ = [
     "functional",
     "identify",
     "init_for",
+    "lab",
     "nn",
     "param_groups",
     "placement",
     "schedule",
     "swap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`normkit.lab`, imported when it is first asked for."""
+    if name == "lab":
+        import importlib
+
+        return importlib.import_module("normkit.lab")
+    raise AttributeError(f"module 'normkit' has no attribute {name!r}")

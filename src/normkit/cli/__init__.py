@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, convert, env, explain, swap
+from normkit.cli import audit, convert, env, explain, lab, swap
 
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("audit")(audit.command)
 app.add_typer(convert.app, name="convert")
 app.command("env")(env.command)
 app.command("explain", context_settings=explain.CONTEXT)(explain.command)
+app.add_typer(lab.app, name="lab")
 app.command("swap")(swap.command)
 
 
