@@ -81,8 +81,9 @@ CLAIM = Claim(
     kind="measured",
     statement="A deep residual net without norms explodes; ReZero and LayerScale repair it.",
     source="Bachlechner et al. 2020, arXiv:2003.04887; Touvron et al. 2021, arXiv:2103.17239",
-    criterion="without repair the initial loss is above 1000 and the test accuracy after training below 90 %, with each "
-    "of the two it is below 10 and above 90 % (ends of the 95 % t-intervals over seeds); within limits if one repairs it",
+    criterion="without repair the initial loss is above 1000 and the test accuracy after training below 90 %, with "
+    "each of the two it is below 10 and above 90 % (ends of the 95 % t-intervals over seeds); within limits if one "
+    "repairs it",
     cells=cells,
     measure=measure,
     judge=judge,
