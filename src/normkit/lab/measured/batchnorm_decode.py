@@ -113,7 +113,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """Losses by norm, mode and data."""
-    bars(axes, rows, "norm", *(f"{p}_{m}" for p in SHIFTS for m in ("running", "batch")))
+    bars(axes, rows, "norm", *(f"{p}_{m}" for p in SHIFTS for m in ("running", "batch")), unit="loss")
 
 
 CLAIM = Claim(

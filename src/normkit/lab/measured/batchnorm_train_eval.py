@@ -74,7 +74,7 @@ def judge(rows: list[Row]) -> Verdict:
 def plot(rows: list[Row], axes: Axes) -> None:
     """Accuracies by mode and data."""
     names = [f"{data}{mode}" for data in ("", "sorted_", "shifted_") for mode in ("evaluation", "training")]
-    bars(axes, rows, "norm", *names)
+    bars(axes, rows, "norm", *names, unit="accuracy in per cent")
 
 
 CLAIM = Claim(

@@ -60,7 +60,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """The three losses."""
-    bars(axes, rows, "depth", "original", "as_they_are", "with_1_added")
+    bars(axes, rows, "depth", "original", "as_they_are", "with_1_added", unit="validation loss")
 
 
 CLAIM = Claim(

@@ -90,7 +90,16 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """The three figures by method."""
-    bars(axes, rows, "method", "largest_attention_logit", "largest_output_logit", "normalizer", log=True)
+    bars(
+        axes,
+        rows,
+        "method",
+        "largest_attention_logit",
+        "largest_output_logit",
+        "normalizer",
+        unit="largest value",
+        log=True,
+    )
     axes.tick_params("x", labelrotation=20)
 
 

@@ -73,7 +73,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """Accuracy by net."""
-    bars(axes, rows, "net", "accuracy", "log10_first_loss")
+    bars(axes, rows, "net", "accuracy", "log10_first_loss", unit="per cent; power of ten")
 
 
 CLAIM = Claim(

@@ -88,7 +88,7 @@ def judge(rows: list[Row]) -> Verdict:
     checks = [a and b and c for a, b, c in zip(same, better, moved, strict=True)]
     accuracies = {n: t_interval(values(rows, "accuracy", net=n)) for n in NETS}
     shown = "; ".join(f"at {r:g}: noise costs {cost[r]} points, BatchNorm with noise gains {benefit[r]} on none, its "
-                      f"input drifts {shift[r]} more" for r in rates)  # fmt: skip
+                      f"input drifts {shift[r]} more than without noise" for r in rates)  # fmt: skip
     return Verdict(
         graded(checks),
         f"by learning rate, {shown}",

@@ -71,7 +71,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """Both shares by implementation."""
-    bars(axes, rows, "implementation", "time_share", "operation_share")
+    bars(axes, rows, "implementation", "time_share", "operation_share", unit="share of a training step")
 
 
 CLAIM = Claim(
