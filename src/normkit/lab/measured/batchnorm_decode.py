@@ -103,7 +103,8 @@ def judge(rows: list[Row]) -> Verdict:
     }
     return Verdict(
         graded(i.low > 0.02 for i in more.values()),
-        f"from full batches to first positions BatchNorm with running statistics loses {more['decoding']} nats more than "
+        f"from full batches to first positions BatchNorm with running statistics loses {more['decoding']} nats more "
+        "than "
         f"LayerNorm, to other text {more['prose']}; batch statistics in place of running ones cost BatchNorm "
         f"{gap['full']} nats on full batches, {gap['decoding']} on first positions and {gap['prose']} on other text",
         numbers(decoding=more["decoding"], other_text=more["prose"], batch_for_running_decoding=gap["decoding"]),
@@ -112,7 +113,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """Losses by norm, mode and data."""
-    bars(axes, rows, "norm", *(f"{p}_{m}" for p in SHIFTS for m in ("running", "batch")))
+    bars(axes, rows, "norm", *(f"{p}_{m}" for p in SHIFTS for m in ("running", "batch")), unit="loss")
 
 
 CLAIM = Claim(
@@ -122,7 +123,8 @@ CLAIM = Claim(
     "decoding.",
     source="a tutorial's statement; Shen et al. 2020 (PowerNorm), arXiv:2003.07845",
     criterion="from batches like the training ones to the first positions alone, and to other text, BatchNorm with "
-    "running statistics loses more than LayerNorm does by over 0.02 nats (lower end of the 95 % t-interval over seeds); "
+    "running statistics loses more than LayerNorm does by over 0.02 nats (lower end of the 95 % t-interval over "
+    "seeds); "
     "within limits if in one of the two",
     cells=cells,
     measure=measure,

@@ -72,9 +72,9 @@ CLAIM = Claim(
     kind="measured",
     statement="BatchNorm permits a higher learning rate.",
     source="Ioffe and Szegedy 2015, arXiv:1502.03167, and tutorials",
-    criterion="the largest rate (of a sweep in factors of two) at which the net reaches 90 % test accuracy is more than "
-    "twice as large with BatchNorm (lower end of the 95 % t-interval of log2 over seeds); within limits if clearly "
-    "larger at all",
+    criterion="the largest rate (of a sweep in factors of two) at which the net reaches 90 % test accuracy is more "
+    "than twice as large with BatchNorm (lower end of the 95 % t-interval of log2 over seeds); within limits if "
+    "clearly larger at all",
     cells=cells,
     measure=measure,
     judge=judge,

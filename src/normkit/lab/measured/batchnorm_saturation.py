@@ -46,8 +46,8 @@ def measure(seed: int, norm: Any, scale: float, epochs: int) -> dict[str, Any]:
     def note(module: nn.Module, args: tuple, out: torch.Tensor) -> None:
         saturated.append(((out < EDGE) | (out > 1 - EDGE)).float().mean().item())
 
-    for layer in model[1 : DEPTH + 1]:
-        layer.register_forward_hook(note)
+    for n in range(1, DEPTH + 1):
+        model[n].register_forward_hook(note)
     reached = accuracy(model, data.test_x, data.test_y)
     return {"accuracy": 100 * reached, "saturated": 100 * sum(saturated) / len(saturated)}
 
@@ -69,8 +69,8 @@ def judge(rows: list[Row]) -> Verdict:
                       for s in scales)  # fmt: skip
     return Verdict(
         graded(checks),
-        f"BatchNorm against none, {shown}; {share['batch']} per cent of units are saturated with it and {share['none']} "
-        f"without",
+        f"BatchNorm against none, {shown}; {share['batch']} per cent of units are saturated with it and "
+        f"{share['none']} without",
         numbers(
             **{f"accuracy_{s:g}": trained[s] for s in scales},
             **{f"fewer_saturated_{s:g}": fewer[s] for s in scales},
@@ -88,9 +88,9 @@ CLAIM = Claim(
     kind="measured",
     statement="BatchNorm keeps sigmoid units out of saturation and makes deep sigmoid nets train.",
     source="Ioffe and Szegedy 2015, arXiv:1502.03167, and a tutorial",
-    criterion="in a net of six sigmoid layers, at each scale of the initial weights, BatchNorm gains more than 5 points "
-    "of test accuracy and leaves fewer units below 0.05 or above 0.95 (lower ends of the 95 % t-intervals over seeds); "
-    "within limits if some of these",
+    criterion="in a net of six sigmoid layers, at each scale of the initial weights, BatchNorm gains more than 5 "
+    "points of test accuracy and leaves fewer units below 0.05 or above 0.95 (lower ends of the 95 % t-intervals over "
+    "seeds); within limits if some of these",
     cells=cells,
     measure=measure,
     judge=judge,

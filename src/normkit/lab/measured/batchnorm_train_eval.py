@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.setups.digits import batches, digits
-from normkit.lab.setups.judging import graded, numbers
+from normkit.lab.setups.judging import graded, numbers, within
 from normkit.lab.setups.mlp import mlp
 from normkit.lab.setups.plotting import bars
 from normkit.lab.setups.seeds import seeded
@@ -61,7 +61,7 @@ def judge(rows: list[Row]) -> Verdict:
         abs(a - b) for one, two in pairs for a, b in zip(values(layer, one), values(layer, two), strict=True)
     )
     checks = (forgotten.low > 5, stale.low > 5)
-    agrees = -3 < matched.low and matched.high < 3 and layer_gap == 0
+    agrees = within(matched, -3, 3) and layer_gap == 0
     return Verdict(
         graded((*checks, agrees)) if any(checks) else "not reproduced at this scale",
         f"with matching statistics BatchNorm's two modes differ by {matched} points; batches of one class lose "
@@ -74,7 +74,7 @@ def judge(rows: list[Row]) -> Verdict:
 def plot(rows: list[Row], axes: Axes) -> None:
     """Accuracies by mode and data."""
     names = [f"{data}{mode}" for data in ("", "sorted_", "shifted_") for mode in ("evaluation", "training")]
-    bars(axes, rows, "norm", *names)
+    bars(axes, rows, "norm", *names, unit="accuracy in per cent")
 
 
 CLAIM = Claim(
@@ -83,7 +83,8 @@ CLAIM = Claim(
     statement="BatchNorm's training and evaluation modes disagree when running statistics do not match the data.",
     source="tutorials' statement",
     criterion="accuracies in the two modes agree within 3 points on data like the training data (95 % t-interval over "
-    "seeds, LayerNorm's exactly), and differ by more than 5 points (lower end) both when eval() is forgotten on batches "
+    "seeds, LayerNorm's exactly), and differ by more than 5 points (lower end) both when eval() is forgotten on "
+    "batches "
     "sorted by class, and when the input is shifted and running statistics are used; within limits if in one case",
     cells=cells,
     measure=measure,

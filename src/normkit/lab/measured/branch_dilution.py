@@ -27,6 +27,7 @@ def cells(quick: bool) -> list[Cell]:
 
 def run_layers(model: Transformer, tokens: Tensor, without: int | None = None) -> tuple[Tensor, list[float]]:
     """(log-probabilities, the share of each layer's change in the stream that it leaves); one layer may be left out."""
+    assert model.position is not None
     stream, shares = Stream(model.embed(tokens) + model.position.weight[: tokens.shape[1]]), []
     for n, layer in enumerate(model.stack.layers):
         if n == without:
@@ -74,7 +75,8 @@ def judge(rows: list[Row]) -> Verdict:
     shown = "; ".join(f"{p}, {s} steps, {n}: {i}" for (p, s, n), i in found.items())
     return Verdict(
         graded(checks),
-        f"exponents in the layer's number of its share of the stream, and of the predictions' change without it: {shown}",
+        f"exponents in the layer's number of its share of the stream, and of the predictions' change without it: "
+        f"{shown}",
         numbers(**{f"{p}_{s}_{n}": i for (p, s, n), i in found.items()}),
     )
 

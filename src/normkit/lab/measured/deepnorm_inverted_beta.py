@@ -49,7 +49,8 @@ def judge(rows: list[Row]) -> Verdict:
     shown = ", ".join(f"{i} at {r:g}" for r, i in same.items())
     return Verdict(
         graded([tuned.low > 0.05, *(i.low > 0.05 for i in same.values())]),
-        f"the inverted gain raises the validation loss by {tuned} nats, each at its best rate; at the same rate by {shown}",
+        f"the inverted gain raises the validation loss by {tuned} nats, each at its best rate; at the same rate by "
+        f"{shown}",
         numbers(tuned=tuned, **{f"rate_{r:g}": i for r, i in same.items()}),
     )
 
@@ -62,10 +63,11 @@ def plot(rows: list[Row], axes: Axes) -> None:
 CLAIM = Claim(
     id="deepnorm-inverted-beta",
     kind="measured",
-    statement="A baseline that initializes DeepNorm with (8L)^(+1/4) in place of (8L)^(-1/4) puts it at a disadvantage.",
+    statement="A baseline that initializes DeepNorm with (8L)^(+1/4) in place of (8L)^(-1/4) puts it at a "
+    "disadvantage.",
     source="a published baseline's code; the right gain is in Wang et al. 2022, arXiv:2203.00555",
-    criterion="the inverted gain's validation loss is more than 0.05 nats higher (lower end of the 95 % t-interval over "
-    "seeds) at each learning rate, and with each at its best rate; within limits if in some of these",
+    criterion="the inverted gain's validation loss is more than 0.05 nats higher (lower end of the 95 % t-interval "
+    "over seeds) at each learning rate, and with each at its best rate; within limits if in some of these",
     cells=cells,
     measure=measure,
     judge=judge,

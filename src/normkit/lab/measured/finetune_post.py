@@ -9,6 +9,7 @@ import torch
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.setups.judging import NOT_SEEN, WRONG, best, gain, numbers
 from normkit.lab.setups.language import language_loss, language_model, train_language, validate
+from normkit.lab.setups.parts import ffn
 from normkit.lab.setups.plotting import lines
 from normkit.lab.setups.seeds import seeded
 from normkit.lab.setups.statistics import over_seeds, select
@@ -35,7 +36,7 @@ def measure(seed: int, placement: str, rate: float, depth: int, steps: int, tuni
         before = train_language(model, steps=steps, rate=3e-3, warm_up=steps // 5).validation
         zero_shot = validate(model, "prose")
         loss = language_loss(model, *fixed_windows(text("prose").train, 32, 16))
-        layers = [model.stack.layers[n].ffn.sublayer.up.weight for n in (0, -1)]
+        layers = [ffn(model, n).up.weight for n in (0, -1)]
         first, last = (g.norm().item() for g in torch.autograd.grad(loss, layers))
         tuned = train_language(model, steps=tuning, rate=rate, warm_up=tuning // 10, corpus="prose").validation
     return {

@@ -51,7 +51,8 @@ def judge(rows: list[Row]) -> Verdict:
     logits = t_interval(values(rows, "logits_as_they_are"))
     return Verdict(
         "holds" if worse.low > 0.5 and mended < 1e-3 else NOT_SEEN,
-        f"loaded as they are the weights raise the validation loss by {worse} nats and change the logits by {logits} of "
+        f"loaded as they are the weights raise the validation loss by {worse} nats and change the logits by {logits} "
+        "of "
         f"their size; with 1 added the loss is the original's within {mended:.1e}",
         numbers(loss_rise=worse, logits=logits) | {"with_1_added": mended},
     )
@@ -59,7 +60,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """The three losses."""
-    bars(axes, rows, "depth", "original", "as_they_are", "with_1_added")
+    bars(axes, rows, "depth", "original", "as_they_are", "with_1_added", unit="validation loss")
 
 
 CLAIM = Claim(

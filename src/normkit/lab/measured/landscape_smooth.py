@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +81,7 @@ def measure(seed: int, norm: Any, rate: float, epochs: int, every: int) -> dict[
         after=look,
     )
     binned: dict[str, list[float | None]] = {name: [] for name in MEASURES}
-    for high, low in zip(BINS, BINS[1:], strict=False):
+    for high, low in pairwise(BINS):
         own = [f for f in found if low <= f["loss"] < high]
         for name in MEASURES:
             logs = [math.log(f[name]) for f in own if f[name] > 0 and math.isfinite(f[name])]
@@ -117,7 +118,7 @@ def plot(rows: list[Row], axes: Axes) -> None:
     rates = settings(rows, "rate")
     for n, name in enumerate(settings(rows, "norm")):
         for row in select(rows, norm=name, rate=rates[len(rates) // 2]):
-            at = [(a * b) ** 0.5 for a, b in zip(BINS, BINS[1:], strict=False)]
+            at = [(a * b) ** 0.5 for a, b in pairwise(BINS)]
             points = [(x, math.exp(v)) for x, v in zip(at, row.result["effective_beta"], strict=True) if v is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), f"C{n}o-", label=name if row.seed == 0 else None)

@@ -10,6 +10,7 @@ from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.setups.equivalence import NORMS
 from normkit.lab.setups.judging import graded, numbers
 from normkit.lab.setups.language import language_loss, language_model, train_language
+from normkit.lab.setups.parts import ffn
 from normkit.lab.setups.plotting import bars
 from normkit.lab.setups.seeds import seeded
 from normkit.lab.setups.statistics import over_seeds, select, settings
@@ -29,7 +30,8 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def measure(seed: int, norm: str, steps: int, depth: int) -> dict[str, Any]:
-    """The variance of each branch input's features over tokens, and of each gradient over batches; means of both."""
+    """The variance over tokens of the features in each feed-forward layer, and of each gradient over batches; means "
+    "of both."""
     with seeded(seed):
         model = language_model(norm=NORMS[norm], depth=depth)
         if steps:
@@ -42,7 +44,7 @@ def measure(seed: int, norm: str, steps: int, depth: int) -> dict[str, Any]:
     matrices = [p for p in model.stack.parameters() if p.dim() == 2]
     gradients = []
     with seeded(seed, 1):
-        handles = [layer.ffn.sublayer.up.register_forward_hook(note) for layer in model.stack.layers]
+        handles = [ffn(model, n).up.register_forward_hook(note) for n in range(depth)]
         for _ in range(8):
             loss = language_loss(model, *windows(text().train, 8, 16))
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, matrices)]))
@@ -67,11 +69,13 @@ def judge(rows: list[Row]) -> Verdict:
             found[f"{part}_{steps}"] = over_seeds(select(rows, steps=steps), ratio)
     shown = "; ".join(f"{name.replace('_', ' ')} steps: {i}" for name, i in found.items())
     return Verdict(
-        graded((i.low > REDUCED for i in found.values()), "wrong as stated" if all(i.high < REDUCED for i in found.values())
-               else "not reproduced at this scale"),
+        graded(
+            (i.low > REDUCED for i in found.values()),
+            "wrong as stated" if all(i.high < REDUCED for i in found.values()) else "not reproduced at this scale",
+        ),
         f"LayerNorm's variance over RMSNorm's, after so many steps: {shown}",
         numbers(**found),
-    )  # fmt: skip
+    )
 
 
 def plot(rows: list[Row], axes: Axes) -> None:

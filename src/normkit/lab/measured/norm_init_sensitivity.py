@@ -78,7 +78,8 @@ def judge(rows: list[Row]) -> Verdict:
     lowers, raises = compare(rows, *MLPS), compare(rows, "Post-LN", "Pre-LN")
     return Verdict(
         graded((lowers.low > 0, raises.low > 0)),
-        f"over a {_range(rows):g}-fold range of scales the test error spreads by {own['MLP without norm']} without norm "
+        f"over a {_range(rows):g}-fold range of scales the test error spreads by {own['MLP without norm']} without "
+        "norm "
         f"and {own['MLP with LayerNorm']} with LayerNorm (difference {lowers}); the Transformer's loss by "
         f"{own['Post-LN']} nats in Post-LN and {own['Pre-LN']} in Pre-LN (difference {raises})",
         numbers(norm_lowers=lowers, post_raises=raises),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normkit.lab.claim import Cell, Claim, Row, Verdict
-from normkit.lab.setups.judging import NOT_SEEN, WRONG, best, gain, numbers
+from normkit.lab.setups.judging import NOT_SEEN, WRONG, best, gain, graded, numbers
 from normkit.lab.setups.language import language_model, train_language
 from normkit.lab.setups.plotting import lines
 from normkit.lab.setups.seeds import seeded
@@ -39,10 +39,7 @@ def judge(rows: list[Row]) -> Verdict:
             own["rate"] = best(rows, "loss", "rate", **own)
         found[d] = gain(rows, "loss", better=cell["post"], than=cell["pre"])
     better, worse = [i.low > 0 for i in found.values()], [i.high < 0 for i in found.values()]
-    if all(better):
-        outcome = "holds"
-    else:
-        outcome = "holds within limits" if any(better) else WRONG if all(worse) else NOT_SEEN
+    outcome = graded(better, WRONG if all(worse) else NOT_SEEN)
     shown = ", ".join(f"{i} nats at {d} layers" for d, i in found.items())
     return Verdict(
         outcome,

@@ -51,8 +51,10 @@ def judge(rows: list[Row]) -> Verdict:
     gentle = over_seeds(select(rows, rate=low), log_ratio)
     return Verdict(
         outcome,
-        f"at a rate of {high:g} the largest attention logit is {sizes['none']} without QK-norm and {sizes['head']} with, "
-        f"{math.exp(ratio.mean):.3g} times as large (at {low:g}: {math.exp(gentle.mean):.3g}); losses {losses['none']} and "
+        f"at a rate of {high:g} the largest attention logit is {sizes['none']} without QK-norm and {sizes['head']} "
+        "with, "
+        f"{math.exp(ratio.mean):.3g} times as large (at {low:g}: {math.exp(gentle.mean):.3g}); losses "
+        f"{losses['none']} and "
         f"{losses['head']}",
         numbers(log_ratio=ratio, without=sizes["none"], with_norm=sizes["head"]),
     )

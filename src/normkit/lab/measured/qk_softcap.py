@@ -15,6 +15,7 @@ from normkit.lab.setups.seeds import seeded
 from normkit.lab.setups.statistics import difference, t_interval, values
 from normkit.lab.setups.text import fixed_windows, text
 from normkit.lab.setups.timing import median_times
+from normkit.residual import Transformer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +55,7 @@ def measure(seed: int, method: str, rate: float, depth: int, steps: int) -> dict
     with torch.no_grad():
         scores = model(tokens)
 
-    def step(of: torch.nn.Module, z: float) -> None:
+    def step(of: Transformer, z: float) -> None:
         of.zero_grad()
         language_loss(of, tokens[:8], targets[:8], z).backward()
 
@@ -89,7 +90,16 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """The three figures by method."""
-    bars(axes, rows, "method", "largest_attention_logit", "largest_output_logit", "normalizer", log=True)
+    bars(
+        axes,
+        rows,
+        "method",
+        "largest_attention_logit",
+        "largest_output_logit",
+        "normalizer",
+        unit="largest value",
+        log=True,
+    )
     axes.tick_params("x", labelrotation=20)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from normkit.lab.claim import Cell, Claim, Row, Verdict
-from normkit.lab.setups.judging import NOT_SEEN, WRONG, numbers, within
+from normkit.lab.setups.judging import NOT_SEEN, WRONG, graded, numbers, within
 from normkit.lab.setups.mlp import make_norm
 from normkit.lab.setups.plotting import lines
 from normkit.lab.setups.seeds import seeded
-from normkit.lab.setups.statistics import over_seeds
+from normkit.lab.setups.statistics import over_seeds, select
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,27 +67,26 @@ def measure(seed: int, outliers: str, size: float, mean: float) -> dict[str, Any
 def judge(rows: list[Row]) -> Verdict:
     """See ``CRITERION``."""
     parts = ("output", "gradient")
-    spread: dict[str, list] = {part: [] for part in parts}
-    for cell in {tuple(sorted(r.cell.items())) for r in rows}:
-        own = [r for r in rows if r.cell == dict(cell)]
-        for part in parts:
-            spread[part].append(over_seeds(own, lambda found, part=part: found[0].result[f"{part}_ratio"]))
-    every = [i for part in parts for i in spread[part]]
+    cases = list(dict.fromkeys((r.cell["outliers"], r.cell["size"], r.cell["mean"]) for r in rows))
+    found = {
+        (part, kind, size, at): over_seeds(
+            select(rows, outliers=kind, size=size, mean=at), lambda own, part=part: own[0].result[f"{part}_ratio"]
+        )
+        for kind, size, at in cases
+        for part in parts
+    }
+    every = list(found.values())
     less, alike = [i.high < 0.9 for i in every], [within(i, 0.9, 1.1) for i in every]
     more = [i.low > 1.1 for i in every]
-    if all(less):
-        outcome = "holds"
-    elif any(less):
-        outcome = "holds within limits"
-    else:
-        outcome = WRONG if all(a or m for a, m in zip(alike, more, strict=True)) else NOT_SEEN
+    never = all(a or m for a, m in zip(alike, more, strict=True))
+    where = sorted({f"{k} of size {s:g} on rows of mean {m:g}" for (_, k, s, m), i in found.items() if i.high < 0.9})
     low, high = min(i.low for i in every), max(i.high for i in every)
     whole = {part: over_seeds(rows, lambda found, part=part: _mean_ratio(found, part)) for part in parts}
     return Verdict(
-        outcome,
-        f"RMSNorm's change over LayerNorm's lies between {low:.3g} and {high:.3g} in all {len(every)} comparisons (mean "
-        f"{whole['output']} for outputs, {whole['gradient']} for gradients): less by a tenth in {sum(less)}, alike "
-        f"within a tenth in {sum(alike)}",
+        graded(less, WRONG if never else NOT_SEEN),
+        f"RMSNorm's change over LayerNorm's lies between {low:.3g} and {high:.3g} in all {len(every)} comparisons "
+        f"(mean {whole['output']} for outputs, {whole['gradient']} for gradients): alike within a tenth in "
+        f"{sum(alike)}, less by a tenth in {sum(less)} ({'; '.join(where) or 'nowhere'})",
         numbers(**whole) | {"lowest": low, "highest": high},
     )
 

@@ -98,15 +98,14 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """Savings by implementation."""
-    bars(axes, rows, "implementation", *PARTS)
-    axes.set_ylabel("share of time saved")
+    bars(axes, rows, "implementation", *PARTS, unit="share of time saved")
 
 
 CLAIM = Claim(
     id="rms-speed",
     kind="measured",
-    statement="RMSNorm is faster than LayerNorm: by about 50 % of the computation; by 7 to 15 % of the norm's time; by 7 "
-    "to 9 % of a Transformer's running time (7 to 64 % over models); training is 10 to 20 % faster.",
+    statement="RMSNorm is faster than LayerNorm: by about 50 % of the computation; by 7 to 15 % of the norm's time; by "
+    "7 to 9 % of a Transformer's running time (7 to 64 % over models); training is 10 to 20 % faster.",
     source="sources disagree: tutorials' statements; Zhang and Sennrich 2019, arXiv:1910.07467",
     criterion="a sentence survives in an implementation if the share of time saved (interleaved rounds in one process, "
     "mean over seeds) lies in its range and its 95 % t-interval above 0; holds if all survive in all implementations, "

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.setups.judging import NOT_SEEN, WRONG, graded, numbers
+from normkit.lab.setups.parts import ffn, ffn_branch
 from normkit.lab.setups.plotting import lines
 from normkit.lab.setups.seeds import seeded
 from normkit.lab.setups.single import single_data, single_model, stream_states
@@ -37,12 +39,12 @@ def measure(seed: int, placement: str, factor: float) -> dict[str, Any]:
         for name, parameter in model.named_parameters():
             if name.endswith("_norm.weight"):
                 parameter.copy_(0.5 + torch.rand_like(parameter))
-        branch = model.stack.layers[1].ffn
-        branch.sublayer.down.weight.mul_(factor)
-        last = branch.sublayer if branch.output_norm is None else branch.output_norm
+        branch, sublayer = ffn_branch(model, 1), ffn(model, 1)
+        sublayer.down.weight.mul_(factor)
+        last: nn.Module = sublayer if branch.output_norm is None else branch.output_norm
         last.register_forward_hook(lambda module, args, out: written.append(out))
         stream_states(model, single_data()[0])
-    bound = 0.0 if branch.output_norm is None else branch.output_norm.weight.abs().max().item()
+    bound = 0.0 if last is sublayer else last.get_parameter("weight").abs().max().item()
     return {"written": written[0].pow(2).mean(-1).sqrt().max().item(), "largest_gain": bound}
 
 

@@ -45,7 +45,8 @@ def judge(rows: list[Row]) -> Verdict:
     outcome = graded((line.low > 0.98 and pre_growth.low > 4, post_growth.high < 1.05))
     return Verdict(
         outcome,
-        f"Pre-LN's mean square grows {pre_growth} times over {pre[0].cell['depth']} layers, and a straight line explains "
+        f"Pre-LN's mean square grows {pre_growth} times over {pre[0].cell['depth']} layers, and a straight line "
+        "explains "
         f"{line} of it; Post-LN's largest is {post_growth} times its smallest",
         numbers(r_squared=line, pre_growth=pre_growth, post_growth=post_growth),
     )

@@ -71,7 +71,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 def plot(rows: list[Row], axes: Axes) -> None:
     """Both shares by implementation."""
-    bars(axes, rows, "implementation", "time_share", "operation_share")
+    bars(axes, rows, "implementation", "time_share", "operation_share", unit="share of a training step")
 
 
 CLAIM = Claim(
@@ -79,9 +79,9 @@ CLAIM = Claim(
     kind="measured",
     statement="Norms take a far larger share of a training step's time than of its operations.",
     source="a tutorial's statement",
-    criterion="the norms' share of the time (what the same step without norms saves, interleaved rounds) is more than 3 "
-    "times their share of the operations (lower end of the 95 % t-interval over seeds) in every implementation; within "
-    "limits if in some",
+    criterion="the norms' share of the time (what the same step without norms saves, interleaved rounds) is more than "
+    "3 times their share of the operations (lower end of the 95 % t-interval over seeds) in every implementation; "
+    "within limits if in some",
     cells=cells,
     measure=measure,
     judge=judge,

@@ -73,12 +73,8 @@ def judge(rows: list[Row]) -> Verdict:
 def plot(rows: list[Row], axes: Axes) -> None:
     """Loss without warm-up against the learning rate, and with it."""
     lines(axes, rows, "rate", "loss", "placement", log="x", warm_up=0)
-    axes.set_prop_cycle(None)
     _, warm = sorted(settings(rows, "warm_up"))
-    shown = len(axes.lines)
-    lines(axes, rows, "rate", "loss", "placement", log="x", warm_up=warm)
-    for line in axes.lines[shown:]:
-        line.set_linestyle("--")
+    lines(axes, rows, "rate", "loss", "placement", log="x", dashed=True, warm_up=warm)
     axes.set_title("dashed: with warm-up")
 
 

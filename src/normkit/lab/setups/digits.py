@@ -25,8 +25,8 @@ def _images() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError("the digits need scikit-learn: pip install 'normkit[lab]'") from error
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32)[:, None], torch.tensor(found.target)
+    x, y = load_digits(return_X_y=True)
+    return torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(y)
 
 
 def digits(noise: float = 0.0) -> Split:

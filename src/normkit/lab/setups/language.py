@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 def language_model(**fields: Any) -> Transformer:
     """A decoder of width 32 with LayerNorm, two heads and ungated feed-forward layers, but for ``fields``."""
-    defaults = {"dim": 32, "depth": 4, "heads": 2, "gated": False, "act": "gelu", "norm": TORCH_LAYER}
+    defaults: dict[str, Any] = {"dim": 32, "depth": 4, "heads": 2, "gated": False, "act": "gelu", "norm": TORCH_LAYER}
     return Transformer(vocab=VOCABULARY, **(defaults | fields))
 
 

@@ -22,16 +22,21 @@ def _mean(rows: Sequence[Row], y: str, **cell: Any) -> tuple[float, float] | Non
     return interval.mean, interval.half if math.isfinite(interval.half) else 0.0
 
 
-def lines(axes: Axes, rows: Sequence[Row], x: str, y: str, by: str, *, log: str = "", **cell: Any) -> None:
+def lines(
+    axes: Axes, rows: Sequence[Row], x: str, y: str, by: str, *, log: str = "", dashed: bool = False, **cell: Any
+) -> None:
     """One line for each value of the setting ``by``: the number ``y`` against the setting ``x``, with its interval.
 
-    ``log`` names the axes that are logarithmic: ``"x"``, ``"y"`` or ``"xy"``. ``cell`` picks rows.
+    ``log`` names the axes that are logarithmic: ``"x"``, ``"y"`` or ``"xy"``. ``cell`` picks rows. Dashed lines take
+    the same colours again, and no place in the legend.
     """
-    for name in settings(rows, by):
+    style = {"linestyle": "--" if dashed else "-", "marker": "o", "capsize": 3}
+    for n, name in enumerate(settings(rows, by)):
         points = [(v, m) for v in settings(rows, x) if (m := _mean(rows, y, **{x: v, by: name}, **cell)) is not None]
         if points:
             at, found = zip(*points, strict=True)
-            axes.errorbar(at, [m for m, _ in found], [h for _, h in found], marker="o", capsize=3, label=str(name))
+            shown = None if dashed else str(name)
+            axes.errorbar(at, [m for m, _ in found], [h for _, h in found], color=f"C{n}", label=shown, **style)
     if "x" in log:
         axes.set_xscale("log", base=2)
     if "y" in log:
@@ -41,8 +46,11 @@ def lines(axes: Axes, rows: Sequence[Row], x: str, y: str, by: str, *, log: str 
     axes.legend(title=label(by))
 
 
-def bars(axes: Axes, rows: Sequence[Row], by: str, *ys: str, log: bool = False, **cell: Any) -> None:
-    """A group of bars for each value of the setting ``by``: the numbers ``ys`` with their intervals."""
+def bars(axes: Axes, rows: Sequence[Row], by: str, *ys: str, unit: str = "", log: bool = False, **cell: Any) -> None:
+    """A group of bars for each value of the setting ``by``: the numbers ``ys`` with their intervals.
+
+    ``unit`` is what they have in common; a single number needs none.
+    """
     names = settings(rows, by)
     width = 0.8 / len(ys)
     for n, y in enumerate(ys):
@@ -53,10 +61,9 @@ def bars(axes: Axes, rows: Sequence[Row], by: str, *ys: str, log: bool = False, 
     axes.set_xlabel(label(by))
     if log:
         axes.set_yscale("log")
-    if len(ys) == 1:
-        axes.set_ylabel(label(ys[0]))
-    else:
-        axes.legend()
+    axes.set_ylabel(unit or label(ys[0]))
+    if len(ys) > 1:
+        axes.legend(fontsize="small")
 
 
 def label(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normkit.lab.setups.parts import ffn
 from normkit.residual import Stream, Transformer
 from normkit.spec import TORCH_LAYER
 
@@ -62,7 +63,7 @@ def last_gradient(model: Transformer, samples: int, scale: float | None = None) 
     Over a batch, gradients of samples that grow alike with depth would add up.
     """
     tokens, targets = single_data(samples)
-    weight = model.stack.layers[-1].ffn.sublayer.down.weight
+    weight = ffn(model, -1).down.weight
     found = []
     for n in range(samples):
         loss = torch.nn.functional.cross_entropy(single_logits(model, tokens[n : n + 1], scale), targets[n])

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 
 def median_times(calls: Mapping[str, Callable[[], object]], *, rounds: int, seconds: float = 0.005) -> dict[str, float]:
-    """The median CPU seconds of each call over rounds; a round times every call, each repeated for about ``seconds``."""
+    """The median CPU seconds of each call over rounds; a round times every call, each repeated for about "
+    "``seconds``."""
     repeats = {}
     for name, call in calls.items():
         call()  # warm

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 DIVERGED = 1e4
-"""A loss past this ends a run: it does not come back in the few steps of an experiment."""
+"""A loss past this ends a run, unless it says otherwise: it does not come back in an experiment's few steps."""
 
 
 def train(
@@ -20,6 +20,7 @@ def train(
     warm_up: int = 0,
     cosine: int | None = None,
     clip: float | None = None,
+    limit: float = DIVERGED,
     after: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Take one step for each loss, and return their values; a run that diverges ends early, with infinity.
@@ -30,6 +31,7 @@ def train(
         warm_up: the number of steps over which the learning rate rises linearly from 0; constant after that.
         cosine: the number of steps over which the rate falls to 0 along half a cosine.
         clip: the largest norm of the gradient.
+        limit: the loss past which a run has diverged.
         after: called with the number of each finished step, from 0.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -41,7 +43,7 @@ def train(
             group["lr"] = rate * min(1.0, (step + 1) / (warm_up + 1)) * falling
         loss = compute()
         value = loss.item()
-        if not math.isfinite(value) or value > DIVERGED:
+        if not math.isfinite(value) or value > limit:
             found.append(math.inf)
             break
         optimizer.zero_grad()
