@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, env, explain
+from normkit.cli import audit, env, explain, lab
 
 app = typer.Typer(
     name="normkit",
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command("audit")(audit.command)
 app.command("env")(env.command)
 app.command("explain", context_settings=explain.CONTEXT)(explain.command)
+app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Statements that arithmetic decides: one file a claim."""

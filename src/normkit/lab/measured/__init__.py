@@ -1,0 +1,1 @@
+"""Statements that an experiment decides, over seeds: one file a claim."""

@@ -1,0 +1,1 @@
+"""What experiments share: data, small models, one training loop, statistics."""
