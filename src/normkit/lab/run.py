@@ -6,7 +6,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -149,7 +149,7 @@ def read(path: Path) -> list[Row]:
 
 
 @contextmanager
-def appending(path: Path) -> Iterator[Callable[[Row], None]]:
+def appending(path: Path) -> Generator[Callable[[Row], None]]:
     """A function that appends a row in one write; a half-written last line is cut off first.
 
     Raises:

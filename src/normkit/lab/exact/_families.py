@@ -50,9 +50,8 @@ def _of_library(name: str, tokens: torch.Tensor) -> Audit:
     config = transformers.AutoConfig.for_model(kind, **sizes)
     model = transformers.AutoModel.from_config(config).eval()
     if config.is_encoder_decoder:
-        return audit(model, input_ids=tokens, decoder_input_ids=tokens, use_cache=False)
-    cached = {} if name == "BERT" else {"use_cache": False}
-    return audit(model, input_ids=tokens, **cached)
+        return audit(model, input_ids=tokens, decoder_input_ids=tokens)
+    return audit(model, input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True)
 
 
 def _of_paper(name: str) -> torch.nn.Module:

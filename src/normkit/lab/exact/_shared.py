@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ def holds_if(condition: bool, because: str, **numbers: float | str) -> Verdict:
     return Verdict(outcome, because, numbers)
 
 
-def bars(axes: Axes, groups: Sequence[str], series: dict[str, Sequence[float]], *, ylabel: str = "") -> None:
+def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], *, ylabel: str = "") -> None:
     """Grouped bars: one group a label, one colour a series."""
     width = 0.8 / len(series)
     for n, (name, heights) in enumerate(series.items()):
@@ -59,7 +59,7 @@ def bars(axes: Axes, groups: Sequence[str], series: dict[str, Sequence[float]], 
 def lines(
     axes: Axes,
     x: Sequence[float],
-    series: dict[str, Sequence[float]],
+    series: Mapping[str, Sequence[float]],
     *,
     xlabel: str,
     ylabel: str,

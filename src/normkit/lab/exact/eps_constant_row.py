@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import normkit
+from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.exact._shared import table
+from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ def measure(*, seed: int, value: float, features: int) -> dict[str, Any]:
     centred = x - x.mean()
     variance = centred.square().mean()
     bare, kept = centred / variance.sqrt(), centred / (variance + 1e-6).sqrt()
-    exact = normkit.functional.layer_norm(x, (features,), eps=1e-6)
+    exact = norm(x, NormSpec(eps=1e-6, has_weight=False))
     return {
         "nan_without": bool(bare.isnan().all()),
         "without": bare.abs().max().item(),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import normkit
+from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.exact._shared import error, randn, table
+from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ def measure(*, seed: int, eps: float) -> dict[str, Any]:
     exact = small.double() / small.double().square().mean().sqrt()
 
     def float32(x: torch.Tensor) -> torch.Tensor:
-        return normkit.functional.rms_norm(x, (64,), eps=eps)
+        return norm(x, NormSpec(eps=eps, centered=False, has_weight=False))
 
     return {
         "float16": stored.item(),

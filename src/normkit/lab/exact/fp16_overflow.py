@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import normkit
+from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.exact._shared import table
+from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def _float32(x: Tensor) -> Tensor:
 
 
 def _normkit(x: Tensor) -> Tensor:
-    return normkit.functional.rms_norm(x, (x.numel(),), eps=1e-6)
+    return norm(x, NormSpec(eps=1e-6, centered=False, has_weight=False))
 
 
 FORMS = {

@@ -24,6 +24,7 @@ def cells(quick: bool) -> list[Cell]:
 
 def measure(*, seed: int, offset: float, start: float) -> dict[str, Any]:
     norm = normkit.nn.RMSNorm(8, weight_offset=offset)
+    assert norm.weight is not None
     with torch.no_grad():
         norm.weight.fill_(start - offset)
     optimizer = torch.optim.AdamW(norm.parameters(), lr=RATE, weight_decay=DECAY)

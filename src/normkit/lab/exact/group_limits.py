@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import normkit
+from normkit.functional import norm
 from normkit.lab.claim import Cell, Claim, Row, Verdict
 from normkit.lab.exact._shared import EXACT, error, errors, least, randn, worst
+from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +25,13 @@ def measure(*, seed: int, shape: list[int]) -> dict[str, Any]:
     F = torch.nn.functional
     instance = F.instance_norm(x)
     whole = F.layer_norm(x, shape[1:])
+    group = NormSpec(axes="group", channel_dim=1, has_weight=False)
     per_position = F.layer_norm(x.movedim(1, -1), (channels,)).movedim(-1, 1)
     return {
         "instance": error(F.group_norm(x, channels), instance),
-        "instance_normkit": error(normkit.functional.group_norm(x, channels), instance),
+        "instance_normkit": error(norm(x, group.replace(groups=channels)), instance),
         "layer": error(F.group_norm(x, 1), whole),
-        "layer_normkit": error(normkit.functional.group_norm(x, 1), whole),
+        "layer_normkit": error(norm(x, group), whole),
         "token_layer": error(F.group_norm(x, 1), per_position),
         "group_gains": torch.nn.GroupNorm(1, channels).weight.numel(),
         "layer_gains": torch.nn.LayerNorm(shape[1:]).weight.numel(),

@@ -25,6 +25,7 @@ def measure(*, seed: int, batch: int, library: str) -> dict[str, Any]:
     x = randn(batch, 6, seed=seed, dtype=torch.float32) * 3 + 1
     module = (torch.nn if library == "torch" else normkit.nn).BatchNorm1d(6, momentum=0.5)
     y = module(x).detach()
+    assert module.running_var is not None
     centred = x.double() - x.double().mean(0)
     biased, unbiased = centred.square().mean(0), centred.square().sum(0) / (batch - 1)
     kept = module.running_var.double() * 2 - 1  # from 0.5 · 1 + 0.5 · accumulated

@@ -24,6 +24,7 @@ def measure(*, seed: int, batch: int) -> dict[str, Any]:
     x = randn(batch, 6, seed=seed, dtype=torch.float32) * 2 + 1
     module = torch.nn.BatchNorm1d(6, momentum=1.0)
     module(x)
+    assert module.running_var is not None
     biased = x.double().var(0, unbiased=False)
     return {
         "biased": error(module.running_var, biased),
