@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, env, explain, lab
+from normkit.cli import advise, audit, env, explain, lab
 
 app = typer.Typer(
     name="normkit",
@@ -14,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("advise")(advise.command)
 app.command("audit")(audit.command)
 app.command("env")(env.command)
 app.command("explain", context_settings=explain.CONTEXT)(explain.command)
