@@ -23,9 +23,10 @@ RANKS = {
     "audit": 6,
     "convert": 6,
     "explain": 7,
+    "advise": 8,
     "bench": 6,
     "lab": 7,
-    "cli": 8,
+    "cli": 9,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, convert, env, explain, lab, swap
+from normkit.cli import advise, audit, convert, env, explain, lab, swap
 
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("advise")(advise.command)
 app.command("audit")(audit.command)
 app.add_typer(convert.app, name="convert")
 app.command("env")(env.command)
