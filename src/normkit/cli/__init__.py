@@ -6,7 +6,6 @@ import typer
 
 from normkit.cli import advise, audit, convert, env, explain, lab, swap
 
-
 app = typer.Typer(
     name="normkit",
     help="The normalization toolkit for PyTorch.",
