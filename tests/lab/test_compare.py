@@ -17,6 +17,7 @@ from normkit.lab.compare import Effort, candidates, compare
 from normkit.lab.executors import Inline
 from normkit.lab.register import BUILT_IN, CandidateError, find_norm, find_placement, register
 
+registry = sys.modules[find_norm.__module__]
 TINY = Effort(16, 1, (1, 2), 2, (1, 2), 1e-2, (1e-2, 1e-1), 3, 64, 3)
 MINE = """
 import torch
@@ -68,6 +69,7 @@ def _file_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "QUICK", TINY)
+    monkeypatch.setattr(registry, "_REGISTERED", {})  # each test's file registers the same name
 
 
 def invoke(*arguments: object) -> Result:
@@ -175,7 +177,7 @@ def test_references_that_lead_nowhere_are_one_line(reference: str, message: str,
     with pytest.raises(CandidateError, match=message) as caught:
         find_norm(reference)
     assert "\n" not in str(caught.value)
-    assert not any("broken" in str(getattr(m, "__file__", "")) for m in sys.modules.values())
+    assert str(tmp_path / "broken.py") not in {getattr(m, "__file__", None) for m in list(sys.modules.values())}
 
 
 def test_what_stands_beside_what() -> None:
