@@ -17,6 +17,7 @@ from normkit.lab.compare import Effort, candidates, compare
 from normkit.lab.executors import Inline
 from normkit.lab.register import BUILT_IN, CandidateError, find_norm, find_placement, register
 
+registry = sys.modules[find_norm.__module__]
 TINY = Effort(16, 1, (1, 2), 2, (1, 2), 1e-2, (1e-2, 1e-1), 3, 64, 3)
 MINE = """
 import torch
@@ -68,15 +69,17 @@ def _file_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "QUICK", TINY)
+    monkeypatch.setattr(registry, "_REGISTERED", {})  # each test's file registers the same name
 
 
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["lab", "compare", *map(str, arguments)])
 
 
+@pytest.mark.timeout(900)  # worker processes import torch
 def test_a_norm_in_a_file_comes_out_beside_the_built_in_ones(tmp_path: Path) -> None:
-    """In worker processes, which load the file for themselves."""
-    result = invoke("--norm", "mine.py:MaxNorm", "--seeds", 2, "--jobs", 2, "--plot", "c.svg", "--json", "c.json")
+    """In a worker process, which loads the file for itself."""
+    result = invoke("--norm", "mine.py:MaxNorm", "--seeds", 2, "--jobs", 1, "--plot", "c.svg", "--json", "c.json")
     assert result.exit_code == 0, result.output
     shown = [line.split("  ")[0] for line in result.stdout.splitlines()]
     assert shown[1:4] == ["MaxNorm, pre", "layer, pre", "rms, pre"]
@@ -111,8 +114,9 @@ def test_bad_norms_have_a_reason_in_their_row_and_do_not_stop_the_rest() -> None
     assert found == {**reasons, "layer": "", "rms": ""}
 
 
+@pytest.mark.timeout(900)
 def test_a_norm_that_kills_its_process_is_one_row() -> None:
-    result = invoke("--norm", "mine.py:Dies", "--seeds", 1, "--jobs", 2)
+    result = invoke("--norm", "mine.py:Dies", "--seeds", 1, "--jobs", 1)
     assert result.exit_code == 1
     assert "Dies, pre: its worker process died" in result.stdout
     assert all(f"{name}, pre" in result.stdout for name in ("layer", "rms"))
@@ -173,7 +177,7 @@ def test_references_that_lead_nowhere_are_one_line(reference: str, message: str,
     with pytest.raises(CandidateError, match=message) as caught:
         find_norm(reference)
     assert "\n" not in str(caught.value)
-    assert not any("broken" in str(getattr(m, "__file__", "")) for m in sys.modules.values())
+    assert str(tmp_path / "broken.py") not in {getattr(m, "__file__", None) for m in list(sys.modules.values())}
 
 
 def test_what_stands_beside_what() -> None:

@@ -28,7 +28,7 @@ def dask_address() -> Iterator[str]:
     import dask
     from distributed import LocalCluster
 
-    settings = {"distributed.scheduler.allowed-failures": 1, "distributed.nanny.environ": {"OMP_NUM_THREADS": "1"}}
+    settings = {"distributed.scheduler.allowed-failures": 0, "distributed.nanny.environ": {"OMP_NUM_THREADS": "1"}}
     with (
         dask.config.set(settings),
         LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True) as cluster,
@@ -73,6 +73,7 @@ def test_dask_gives_what_this_process_gives(dask_address: str) -> None:
     assert by_cell(executor, tasks) == by_cell(Inline(), tasks)
 
 
+@pytest.mark.timeout(900)  # dead workers start again, and import torch again
 def test_dask_outlives_tasks_that_raise_or_kill(dask_address: str) -> None:
     executor = executor_from(f"dask://{dask_address}", jobs=1, folder=Path())
     assert by_cell(executor, tasks_of([made.make(made.sometimes_raises, CELLS)]))[1, 0].startswith("RuntimeError")
