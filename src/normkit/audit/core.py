@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 from normkit.audit import rules
 from normkit.audit.find import Occurrence, find_norms, weight_place
 from normkit.audit.identify import Identification
+from normkit.audit.numbers.measure import Batch, measure
+from normkit.audit.numbers.sites import find_sites
 from normkit.audit.place import Branch, NormSite, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
 from normkit.audit.trace import trace
@@ -24,7 +26,12 @@ class AuditError(Exception):
 
 
 def audit(
-    model: nn.Module, *example_args: Any, progress: Callable[[str], None] = lambda _: None, **example_kwargs: Any
+    model: nn.Module,
+    *example_args: Any,
+    data: Iterable[Batch] | None = None,
+    gradients: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+    **example_kwargs: Any,
 ) -> Audit:
     """Say what every norm of a model computes and where it sits, by running it once.
 
@@ -34,6 +41,9 @@ def audit(
     Args:
         model: any module. Its training flags decide what is audited: call ``eval()`` first for inference.
         example_args: what to call it with.
+        data: batches to measure numbers on (`Audit.numbers`): stream RMS by depth, branch shares, gains, outliers,
+            attention logits, gradients. Each is one tensor, a tuple of arguments or a dict of keyword arguments.
+        gradients: whether ``data`` is run backward too.
         progress: called with a word on what is being done.
         example_kwargs: what to call it with.
 
@@ -42,6 +52,7 @@ def audit(
 
     Raises:
         AuditError: the model's forward raised, or holds parameters that are not initialized yet.
+        DataError: the model does not run on a batch of ``data``.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
@@ -56,6 +67,10 @@ def audit(
     placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
     norms = tuple(_norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name]) for o in occurrences)
     branches = tuple(_branch(b) for b in placed.branches)
+    sites = find_sites(recorded, occurrences, placed.branches)
+    numbers = None
+    if data is not None:
+        numbers = measure(model, norms, branches, sites, data, gradients=gradients, progress=progress)
     progress("checking rules")
     evidence = rules.Evidence(
         model=model, norms=norms, branches=branches, streams=placed.streams, continued=frozenset(placed.continued)
@@ -70,6 +85,8 @@ def audit(
         device=parameters[0].device.type if parameters else "cpu",
         failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
         guesses=tuple(f"{g.op} in {g.module or 'the model'} was taken to be {g.value}" for g in recorded.guesses),
+        numbers=numbers,
+        sites=sites,
     )
 
 
@@ -90,8 +107,22 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
         input_dtype=str(value.dtype).removeprefix("torch."),
         batch_statistics=_on_batch(identification),
         module=found.module,
+        location=_location(found, recorded),
         parameters={role: path for role in ROLES if (path := getattr(identification, role)) is not None},
     )
+
+
+def _location(found: Occurrence, recorded: Trace) -> tuple[str, int] | None:
+    """The model's own line that runs a norm; failing that, where the norm's class is defined."""
+    lines = (recorded.nodes[n].line for n in sorted(found.calls[0].nodes))
+    line = next((line for line in lines if line is not None), None)
+    if line is not None or found.module is None:
+        return line
+    try:
+        file = inspect.getsourcefile(type(found.module))
+        return None if file is None else (file, inspect.getsourcelines(type(found.module))[1])
+    except (OSError, TypeError):  # a class without source: built in, or made at run time
+        return None
 
 
 def _on_batch(identification: Identification) -> bool:
