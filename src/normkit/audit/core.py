@@ -65,7 +65,10 @@ def audit(
         raise AuditError(_refusal(model, recorded, example_args, example_kwargs)) from recorded.error
     progress("placing norms")
     placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
-    norms = tuple(_norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name]) for o in occurrences)
+    norms = tuple(
+        _norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name], placed.streams.get(o.name))
+        for o in occurrences
+    )
     branches = tuple(_branch(b) for b in placed.branches)
     sites = find_sites(recorded, occurrences, placed.branches)
     numbers = None
@@ -90,7 +93,7 @@ def audit(
     )
 
 
-def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
+def _norm(found: Occurrence, recorded: Trace, placement: Any, stream: int | None) -> NormRecord:
     value = recorded.values[found.calls[0].inputs[0]]
     identification = found.identification
     assert identification.kind != "none"
@@ -103,6 +106,7 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
         placement=placement,
         calls=len(found.calls),
         functional=found.functional,
+        stream=stream,
         input_shape=value.shape,
         input_dtype=str(value.dtype).removeprefix("torch."),
         batch_statistics=_on_batch(identification),
@@ -140,6 +144,7 @@ def _branch(found: Branch) -> BranchRecord:
         placement=found.placement,
         stream=found.stream,
         slots={slot: list(ids) for slot, ids in slots.items() if ids},
+        inside=found.inside,
         alpha=found.alpha,
         branch_scale=found.learned_scale or found.scale,
         input_gain=found.gain,

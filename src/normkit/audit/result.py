@@ -36,6 +36,8 @@ class NormRecord:
     calls: int = 1
     functional: bool = False
     """Written inline as operators, not a module."""
+    stream: int | None = None
+    """The residual stream that it reads or writes, where there is one."""
     input_shape: tuple[int, ...] = ()
     input_dtype: str = ""
     batch_statistics: bool = False
@@ -57,6 +59,7 @@ class NormRecord:
             "placement": self.placement,
             "calls": self.calls,
             "functional": self.functional,
+            "stream": self.stream,
             "input_shape": list(self.input_shape),
             "input_dtype": self.input_dtype,
             "batch_statistics": self.batch_statistics,
@@ -74,6 +77,8 @@ class BranchRecord:
     stream: int
     slots: dict[str, list[str]]
     """Slot (input, inner, output, stream) to the names of the norms found in it."""
+    inside: tuple[str, ...] = ()
+    """Norms that the branch holds in no slot: of queries and keys, in its middle."""
     alpha: float = 1.0
     branch_scale: float | str = 1.0
     """lambda: a number, or ``"vector"`` or ``"scalar"`` where it is learned."""
@@ -86,6 +91,7 @@ class BranchRecord:
             "placement": self.placement,
             "stream": self.stream,
             "slots": self.slots,
+            "inside": list(self.inside),
             "alpha": self.alpha,
             "branch_scale": self.branch_scale,
             "input_gain": self.input_gain,
@@ -140,6 +146,29 @@ class Audit:
             if norm.name == name:
                 return norm
         raise KeyError(f"no norm named {name!r}; known are {', '.join(n.name for n in self.norms)}")
+
+    def __str__(self) -> str:
+        """The tables that ``normkit audit`` prints, without colour."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        from normkit.audit.report.terminal import show
+
+        text = StringIO()
+        show(self, Console(file=text, width=140, color_system=None), title=self.model)
+        return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        """The report of ``normkit audit --html`` in a notebook, in a frame of its own."""
+        from html import escape
+
+        from normkit.audit.report.html import page
+
+        style = "width:100%;height:70vh;border:1px solid #8886;border-radius:6px"
+        return (
+            f'<iframe title="normkit audit" style="{style}" srcdoc="{escape(page(self, title=self.model))}"></iframe>'
+        )
 
     def worst(self) -> Severity | None:
         """The highest severity among the findings."""
