@@ -2,7 +2,9 @@
 
 from normkit import functional as functional
 from normkit import nn as nn
+from normkit.audit import Monitor as Monitor
 from normkit.audit import audit as audit
+from normkit.audit import diff as diff
 from normkit.audit import identify as identify
 from normkit.audit.groups import param_groups as param_groups
 from normkit.placement import PLACEMENTS as PLACEMENTS
@@ -19,11 +21,13 @@ __version__ = "0.1.0"
 __all__ = [
     "PLACEMENTS",
     "SCHEDULES",
+    "Monitor",
     "NormSpec",
     "Placement",
     "Residual",
     "Transformer",
     "audit",
+    "diff",
     "functional",
     "identify",
     "init_for",

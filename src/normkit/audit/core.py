@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,8 @@ from normkit.audit import rules
 from normkit.audit.find import Occurrence, find_norms, weight_place
 from normkit.audit.identify import Identification
 from normkit.audit.numbers.measure import Batch, measure
-from normkit.audit.numbers.sites import find_sites
-from normkit.audit.place import Branch, NormSite, place
+from normkit.audit.numbers.sites import Sites, find_sites
+from normkit.audit.place import Branch, NormSite, PlaceResult, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
@@ -58,22 +59,11 @@ def audit(
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
-    progress("running the model")
-    recorded = trace(model, example_args, example_kwargs)
-    occurrences = find_norms(recorded, progress)
-    if recorded.error is not None:
-        raise AuditError(_refusal(model, recorded, example_args, example_kwargs)) from recorded.error
-    progress("placing norms")
-    placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
-    norms = tuple(
-        _norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name], placed.streams.get(o.name))
-        for o in occurrences
-    )
-    branches = tuple(_branch(b) for b in placed.branches)
-    sites = find_sites(recorded, occurrences, placed.branches)
+    found = survey(model, example_args, example_kwargs, progress)
+    recorded, placed, norms, branches = found.recorded, found.placed, found.norms, found.branches
     numbers = None
     if data is not None:
-        numbers = measure(model, norms, branches, sites, data, gradients=gradients, progress=progress)
+        numbers = measure(model, norms, branches, found.sites, data, gradients=gradients, progress=progress)
     progress("checking rules")
     evidence = rules.Evidence(
         model=model, norms=norms, branches=branches, streams=placed.streams, continued=frozenset(placed.continued)
@@ -89,8 +79,47 @@ def audit(
         failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
         guesses=tuple(f"{g.op} in {g.module or 'the model'} was taken to be {g.value}" for g in recorded.guesses),
         numbers=numbers,
-        sites=sites,
+        sites=found.sites,
     )
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The norms of a model, where they sit and where they can be looked at: an audit before its rules."""
+
+    recorded: Trace
+    occurrences: list[Occurrence]
+    placed: PlaceResult
+    norms: tuple[NormRecord, ...]
+    branches: tuple[BranchRecord, ...]
+    sites: Sites
+
+
+def survey(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Survey:
+    """Run a model once; find, identify and place its norms.
+
+    Raises:
+        AuditError: the model's forward raised.
+    """
+    progress("running the model")
+    recorded = trace(model, args, kwargs)
+    occurrences = find_norms(recorded, progress)
+    if recorded.error is not None:
+        raise AuditError(_refusal(model, recorded, args, kwargs)) from recorded.error
+    progress("placing norms")
+    placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
+    norms = tuple(
+        _norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name], placed.streams.get(o.name))
+        for o in occurrences
+    )
+    branches = tuple(_branch(b) for b in placed.branches)
+    sites = find_sites(recorded, occurrences, placed.branches)
+    return Survey(recorded, occurrences, placed, norms, branches, sites)
 
 
 def _norm(found: Occurrence, recorded: Trace, placement: Any, stream: int | None) -> NormRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, env
+from normkit.cli import audit, diff, env
 
 app = typer.Typer(
     name="normkit",
@@ -15,6 +15,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("audit")(audit.command)
+app.command("diff")(diff.command)
 app.command("env")(env.command)
 
 

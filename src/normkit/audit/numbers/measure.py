@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ def measure(
     """
     if any(p.is_meta for p in model.parameters()):
         raise DataError("numbers need real weights; the model is on the meta device (use --device cpu)")
-    run = _Run(norms, branches, sites)
+    run = Run(norms, branches, sites)
     grads = Gradients(model, norms) if gradients else None
     notes: list[str] = []
     count = 0
@@ -85,7 +85,14 @@ def measure(
     )
 
 
-class _Run:
+class HasRms(Protocol):
+    """What knows the gradient at each norm's input."""
+
+    def rms(self, norm: NormRecord) -> float | None:
+        """Its RMS; None where none was seen."""
+
+
+class Run:
     """The sums of all batches."""
 
     def __init__(self, norms: Sequence[NormRecord], branches: Sequence[BranchRecord], sites: Sites) -> None:
@@ -141,7 +148,7 @@ class _Run:
         )
         self.logits[index] = max(self.logits[index], found)
 
-    def norm_numbers(self, norm: NormRecord, model: nn.Module, grads: Gradients | None) -> NormNumbers:
+    def norm_numbers(self, norm: NormRecord, model: nn.Module, grads: HasRms | None) -> NormNumbers:
         """The record of one norm."""
         seen = self.inputs[norm.name]
         ratio, outliers = seen.outliers()

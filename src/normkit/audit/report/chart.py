@@ -139,18 +139,16 @@ def _line(series: Series, scale: _Scale, across: object, colour: str) -> Iterato
 def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[Markup]:
     """Each line's name beside its last point, moved apart where they would meet."""
     ends = [(scale.y(s.points[-1][1]), n, s.name) for n, s in enumerate(series) if s.points and s.name]
-    last = -math.inf
-    placed = []
+    placed: list[tuple[float, int, str]] = []
     for y, number, name in sorted(ends):
-        last = max(y + 4, last + 14)
-        placed.append([last, number, name])
-    overflow = last - (HEIGHT - _BOTTOM + 4)
+        above = placed[-1][0] + 14 if placed else -math.inf
+        placed.append((max(y + 4, above), number, name))
+    overflow = placed[-1][0] - (HEIGHT - _BOTTOM + 4) if placed else 0.0
     for y, number, name in placed:
-        at = y - max(0.0, overflow)
         colour = f"s{number}" if number < _COLOURS else "s-other"
         text = name if len(name) <= 17 else name[:15] + "…"
         yield Markup('<text class="label {c}" x="{x}" y="{y:.1f}"><title>{n}</title>{t}</text>').format(
-            c=colour, x=WIDTH - _RIGHT + 8, y=at, n=name, t=text
+            c=colour, x=WIDTH - _RIGHT + 8, y=y - max(0.0, overflow), n=name, t=text
         )
 
 

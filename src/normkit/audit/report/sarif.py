@@ -53,15 +53,13 @@ def _rule(name: str, findings: tuple[Finding, ...]) -> dict[str, Any]:
 
 
 def _result(audit: Audit, finding: Finding, used: list[str], title: str) -> dict[str, Any]:
-    where = ", ".join(finding.where[:3]) + (f" and {len(finding.where) - 3} more" if len(finding.where) > 3 else "")
+    layers = "|".join((title, finding.rule, *sorted({*map(collapse, finding.where)})))
     result: dict[str, Any] = {
         "ruleId": finding.rule,
         "ruleIndex": used.index(finding.rule),
         "level": _LEVELS[finding.severity],
-        "message": {"text": f"{where or title}: {finding.message}. Fix: {finding.fix}."},
-        "partialFingerprints": {
-            "normkit/v1": "|".join((title, finding.rule, *sorted({*map(collapse, finding.where)})))
-        },
+        "message": {"text": _text(finding, title)},
+        "partialFingerprints": {"normkit/v1": layers},
     }
     lines = _lines(audit, finding)
     names = [{"fullyQualifiedName": name, "kind": "member"} for name in finding.where]
@@ -100,9 +98,13 @@ def github(audit: Audit, *, title: str) -> Iterator[str]:
         place = ""
         if lines and not (uri := _uri(lines[0][0])).startswith("file:"):
             place = f"file={_property(uri)},line={lines[0][1]},"
-        where = ", ".join(finding.where[:3]) + (f" and {len(finding.where) - 3} more" if len(finding.where) > 3 else "")
-        text = _message(f"{where or title}: {finding.message}. Fix: {finding.fix}.")
+        text = _message(_text(finding, title))
         yield f"::{_COMMANDS[finding.severity]} {place}title={_property(f'{title}: {finding.rule}')}::{text}"
+
+
+def _text(finding: Finding, title: str) -> str:
+    where = ", ".join(finding.where[:3]) + (f" and {len(finding.where) - 3} more" if len(finding.where) > 3 else "")
+    return f"{where or title}: {finding.message}. Fix: {finding.fix}."
 
 
 def _message(text: str) -> str:
