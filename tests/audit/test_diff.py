@@ -161,7 +161,7 @@ def test_the_models_are_left_as_they_were() -> None:
     a, b, x = models()
     before = {k: v.clone() for k, v in (*a.state_dict().items(), *b.state_dict().items())}
     diff(a, b, x)
-    after = {k: v for k, v in (*a.state_dict().items(), *b.state_dict().items())}
+    after = a.state_dict() | b.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in (*a.modules(), *b.modules()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from normkit.audit.core import Survey, survey
+from normkit.audit.core import AuditError, Survey, survey
 from normkit.audit.monitor.sinks import as_sink
 from normkit.audit.numbers.measure import Run
 from normkit.audit.numbers.record import Numbers
@@ -41,7 +42,7 @@ class Monitor:
     What it cannot see: a model whose own ``compile()`` was called (refused); replicas of ``nn.DataParallel``. A model
     compiled by ``torch.compile(model)`` runs its measured steps without compilation. Of a wrapper for data-parallel
     training each process sees its own batches. Norms written as operators have no gradients; what is computed again
-    by activation checkpointing is seen once.
+    by activation checkpointing is seen once. A model that cannot be audited is not measured, with a warning.
 
     Args:
         model: the model that is called in training: compiled and DDP-wrapped ones too.
@@ -73,6 +74,7 @@ class Monitor:
         self._inner = unwrapped(model)
         self._gradients = gradients
         self._found: Survey | None = None
+        self._off = False
         self._open: contextlib.ExitStack | None = None
         self._pending: tuple[int, Run, _Gradients] | None = None
         self._handles: list[Any] = []
@@ -125,7 +127,7 @@ class Monitor:
     # ---- one forward ----
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or self._open is not None or not torch.is_grad_enabled():
+        if self._off or not module.training or self._open is not None or not torch.is_grad_enabled():
             return
         step, self.step = self.step, self.step + 1
         if step % self.every:
@@ -134,7 +136,12 @@ class Monitor:
             return
         self.flush()
         if self._found is None:
-            self._found = survey(self._inner, args, kwargs)
+            try:
+                self._found = survey(self._inner, args, kwargs)
+            except AuditError as error:  # training goes on without
+                warnings.warn(f"Monitor measures nothing: {error}", stacklevel=2)
+                self._off = True
+                return
         run = Run(self._found.norms, self._found.branches, self._found.sites)
         gradients = _Gradients(self._found.norms)
         self._pending = step, run, gradients
