@@ -31,6 +31,9 @@ def page(audit: Audit, *, title: str, inputs: str = "the audit's inputs") -> str
         audit: what to show; with numbers, or with real weights, charts are drawn.
         title: what the model is called.
         inputs: what the numbers were measured on.
+
+    Raises:
+        ModuleNotFoundError: Jinja2 is not installed (``pip install 'normkit[report]'``).
     """
     from jinja2 import Environment, PackageLoader, select_autoescape
 
