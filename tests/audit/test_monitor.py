@@ -131,15 +131,18 @@ def test_training_goes_on_where_nothing_can_be_measured() -> None:
 
 
 def test_no_graph_is_kept() -> None:
-    model = net().train()
-    monitor = normkit.Monitor(model, every=1, sink=Kept())
-    with monitor:
-        out = model(data())
-        node, tensor = weakref.ref(out.grad_fn), weakref.ref(out)
-        out.sum().backward()
-        del out
-        gc.collect()
-        assert node() is None and tensor() is None
+    """Once the caller drops the output of a measured step, its activations go."""
+    model, alive = net().train(), []
+    model.blocks[0].mlp_norm.register_forward_pre_hook(lambda _, given: alive.append(weakref.ref(given[0])))
+    with normkit.Monitor(model, every=1, sink=Kept()):
+        for backward in (False, True):
+            out = model(data())
+            assert alive[-1]() is not None
+            if backward:
+                out.sum().backward()
+            del out
+            gc.collect()
+            assert alive[-1]() is None
 
 
 def test_training_is_not_changed() -> None:
@@ -249,6 +252,14 @@ def test_arguments(arguments: dict[str, Any], error: type[Exception], said: str)
         normkit.Monitor(**({"model": nn.LayerNorm(3)} | arguments))
 
 
+def test_a_second_monitor_is_refused() -> None:
+    model = net().train()
+    with normkit.Monitor(model, sink=Kept()), pytest.raises(ValueError, match="already"):
+        normkit.Monitor(model, sink=Kept()).start()
+    with normkit.Monitor(model, sink=Kept()):
+        pass
+
+
 def test_the_transformers_trainer(tmp_path: Path) -> None:
     """A real run with accumulation: measured at steps 0, 2 and 4, and in the Trainer's own log."""
     import transformers
@@ -261,13 +272,19 @@ def test_the_transformers_trainer(tmp_path: Path) -> None:
         logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     kept = Kept()
-    callbacks = [trainer_callback(every=2, sink=kept), trainer_callback(every=2)]
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, callbacks=[trainer_callback(every=2, sink=kept)]
+    )
     trainer.train()
     assert [step for step, _ in kept] == [0, 2, 4]
     assert len(kept[0][1].branches) == 4 and kept[0][1].norms[0].gradient_rms
+    arguments.max_steps = 3
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, callbacks=[trainer_callback(every=2)]
+    )
+    trainer.train()
     logged = [entry for entry in trainer.state.log_history if "norm/model.norm/input_rms" in entry]
-    assert [entry["step"] for entry in logged] == [1, 3, 5]
+    assert [entry["step"] for entry in logged] == [1, 3]
     assert hooks(model) == 0
 
 

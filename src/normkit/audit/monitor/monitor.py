@@ -56,7 +56,8 @@ class Monitor:
 
     Raises:
         TypeError: ``model`` is no module, or ``sink`` is nothing that takes numbers.
-        ValueError: ``every`` is below 1, or the model's own ``compile()`` was called.
+        ValueError: ``every`` is below 1, the model's own ``compile()`` was called, or (when it starts) the model has
+            a running monitor already.
     """
 
     def __init__(self, model: nn.Module, *, every: int = EVERY, sink: Any = print, gradients: bool = True) -> None:
@@ -82,6 +83,9 @@ class Monitor:
     # ---- on and off ----
 
     def __enter__(self) -> Monitor:
+        others = (getattr(hook, "__self__", None) for hook in self.model._forward_pre_hooks.values())
+        if any(isinstance(other, Monitor) and other is not self for other in others):
+            raise ValueError("the model has a running Monitor already; give that one a sink that does both")
         if not self._handles:
             self._handles = [
                 self.model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -147,7 +151,7 @@ class Monitor:
         self._pending = step, run, gradients
         stack = contextlib.ExitStack()
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        taps = _Taps(self._inner, run.watch(), gradients if self._gradients else None)
+        taps = _Taps(self._inner, self.model, run.watch(), gradients if self._gradients else None)
         stack.callback(taps.remove)
         stack.enter_context(taps)
         self._open = stack
@@ -205,9 +209,12 @@ class _Gradients:
 
 
 class _Taps(TorchDispatchMode):
-    """Shows a watch the operators of one forward, and the module call that each runs in."""
+    """Shows a watch the operators of one forward, and the module call that each runs in.
 
-    def __init__(self, model: nn.Module, watch: Watch, gradients: _Gradients | None) -> None:
+    The module that is being called has none of the hooks: it would run them while they are taken off.
+    """
+
+    def __init__(self, model: nn.Module, called: nn.Module, watch: Watch, gradients: _Gradients | None) -> None:
         super().__init__()
         self._watch = watch
         self._gradients = gradients
@@ -217,6 +224,8 @@ class _Taps(TorchDispatchMode):
         self._names = {id(m): name for name, m in model.named_modules()}
         self._handles = []
         for module in model.modules():
+            if module is called:
+                continue
             with contextlib.suppress(RuntimeError, AttributeError):  # scripted modules refuse some hooks
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, with_kwargs=True),
