@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -260,8 +261,14 @@ def test_a_model_of_many_layers_stays_small() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.map(self.norm(x))
 
-    result = audit(nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(400))), torch.randn(2, 4))
-    text = page(result, title="deep")
+    small = audit(nn.Sequential(nn.Linear(4, 4), Block(), Block()), torch.randn(2, 4))
+    (norm, *_), (branch, *_) = small.norms, small.branches
+    deep = replace(
+        small,
+        norms=tuple(replace(norm, name=f"{n}.norm") for n in range(400)),
+        branches=tuple(replace(branch, name=f"{n}.map", slots={"input": [f"{n}.norm"]}) for n in range(400)),
+    )
+    text = page(deep, title="deep")
     assert "×400" in text and len(text.encode()) < 2_000_000
 
 
@@ -286,7 +293,7 @@ def test_a_browser_renders_it(minilm: Audit, tmp_path: Path, scheme: str) -> Non
         pixels = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
         pixels = pixels.reshape(image.height, image.width, 3)
     corner, bright = pixels[2, 2], pixels.float().mean(-1)
-    assert (corner.float().mean() > 200) is (scheme == "light")
+    assert bool(corner.float().mean() > 200) is (scheme == "light")
     assert float(bright.std()) > 10  # not an empty page
     norm = torch.tensor([0xDB, 0xE9, 0xFB] if scheme == "light" else [0x1C, 0x33, 0x50])
     assert int((pixels.int() - norm).abs().amax(-1).le(2).sum()) > 1000  # the norms' own colour: they are drawn

@@ -120,7 +120,7 @@ def lightning_callback(
             self.trainer = trainer
             self.steps.begin(trainer.fit_loop.total_batch_idx, module(pl_module))
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if not self.steps.end() and not self.warned:
                 self.warned = True
                 warnings.warn(
