@@ -20,7 +20,11 @@ from torch import nn
 import normkit
 from normkit.audit.monitor.monitor import EVERY
 
-SIZES = {"8 layers, 256 wide, 8x128 tokens": (8, 256, 8, 128), "4 layers, 512 wide, 2x256 tokens": (4, 512, 2, 256)}
+SIZES = {
+    "4 layers, 256 wide, 4x64 tokens": (4, 256, 4, 64),
+    "8 layers, 256 wide, 8x128 tokens": (8, 256, 8, 128),
+    "4 layers, 512 wide, 2x256 tokens": (4, 512, 2, 256),
+}
 
 
 def build(layers: int, width: int) -> nn.Module:
@@ -87,7 +91,8 @@ def main() -> None:
         ]
         print(
             f"{name:34} {plain * 1e3:9.1f} {ratios['watched']:7.3f}x {ratios['measured']:8.2f}x  "
-            + ", ".join(f"{share:.2%}" for share in shares)
+            + ", ".join(f"{share:.2%}" for share in shares),
+            flush=True,
         )
 
 
