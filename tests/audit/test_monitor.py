@@ -261,7 +261,7 @@ def test_a_second_monitor_is_refused() -> None:
 
 
 def test_the_transformers_trainer(tmp_path: Path) -> None:
-    """A real run with accumulation: measured at steps 0, 2 and 4, and in the Trainer's own log."""
+    """A real run with accumulation: measured at steps 0, 2 and 4, and in the Trainer's own history."""
     import transformers
 
     torch.manual_seed(0)
@@ -294,7 +294,7 @@ def test_lightning(tmp_path: Path) -> None:
     class Module(lightning.LightningModule):
         def __init__(self, through_self: bool) -> None:
             super().__init__()
-            self.net, self.through_self = net(), through_self
+            self.net, self.through_self = net().train(), through_self
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)

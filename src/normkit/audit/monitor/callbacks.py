@@ -51,7 +51,8 @@ def trainer_callback(*, every: int = EVERY, sink: Any = None, gradients: bool = 
 
     Args:
         every: optimizer steps between measurements; of accumulated batches the first is measured.
-        sink: as in `Monitor`; by default the numbers join what the Trainer logs next.
+        sink: as in `Monitor`; by default the numbers join ``trainer.state.log_history``. To see them in TensorBoard,
+            give a ``SummaryWriter``.
         gradients: as in `Monitor`.
 
     Raises:
@@ -75,14 +76,12 @@ def trainer_callback(*, every: int = EVERY, sink: Any = None, gradients: bool = 
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self.steps.end()
+            if logs:
+                state.log_history.append({**logs, "step": state.global_step})
+                logs.clear()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self.steps.end()
-
-        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if given.get("logs") is not None:
-                given["logs"].update(logs)
-                logs.clear()
 
     return NormCallback()
 
