@@ -150,7 +150,7 @@ def _run(
     args, kwargs = converted(inputs, dtype)
     try:
         return capture(in_dtype(model, dtype), found.sites.norms, args, kwargs)
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # a model that cannot be copied or converted
+    except (RuntimeError, TypeError) as error:  # a model that cannot be copied or converted
         raise RunError(f"{type(model).__name__} in {dtype}: {' '.join(str(error).split())[:160]}") from error
 
 
