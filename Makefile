@@ -23,6 +23,7 @@ demo: .venv/.installed ## audit a real model on real sentences, then a 7-billion
 	$(BIN)/normkit audit minilm --fail-on never
 	$(BIN)/normkit audit llama --fail-on never
 
+# The HTML report is also rendered in a browser where Debian has one (apt-get install chromium).
 test: .venv/.installed ## the whole suite
 	$(BIN)/python -m pytest -m "not slow"
 

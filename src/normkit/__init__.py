@@ -4,7 +4,9 @@ from typing import Any
 
 from normkit import functional as functional
 from normkit import nn as nn
+from normkit.audit import Monitor as Monitor
 from normkit.audit import audit as audit
+from normkit.audit import diff as diff
 from normkit.audit import identify as identify
 from normkit.audit.groups import param_groups as param_groups
 from normkit.convert.swap import swap as swap
@@ -22,11 +24,13 @@ __version__ = "0.1.0"
 __all__ = [
     "PLACEMENTS",
     "SCHEDULES",
+    "Monitor",
     "NormSpec",
     "Placement",
     "Residual",
     "Transformer",
     "audit",
+    "diff",
     "functional",
     "identify",
     "init_for",

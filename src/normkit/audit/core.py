@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 from normkit.audit import rules
 from normkit.audit.find import Occurrence, find_norms, weight_place
 from normkit.audit.identify import Identification
-from normkit.audit.place import Branch, NormSite, place
+from normkit.audit.numbers.measure import Batch, measure
+from normkit.audit.numbers.sites import Sites, find_sites
+from normkit.audit.place import Branch, NormSite, PlaceResult, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
@@ -24,7 +27,12 @@ class AuditError(Exception):
 
 
 def audit(
-    model: nn.Module, *example_args: Any, progress: Callable[[str], None] = lambda _: None, **example_kwargs: Any
+    model: nn.Module,
+    *example_args: Any,
+    data: Iterable[Batch] | None = None,
+    gradients: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+    **example_kwargs: Any,
 ) -> Audit:
     """Say what every norm of a model computes and where it sits, by running it once.
 
@@ -34,6 +42,9 @@ def audit(
     Args:
         model: any module. Its training flags decide what is audited: call ``eval()`` first for inference.
         example_args: what to call it with.
+        data: batches to measure numbers on (`Audit.numbers`): stream RMS by depth, branch shares, gains, outliers,
+            attention logits, gradients. Each is one tensor, a tuple of arguments or a dict of keyword arguments.
+        gradients: whether ``data`` is run backward too.
         progress: called with a word on what is being done.
         example_kwargs: what to call it with.
 
@@ -42,20 +53,17 @@ def audit(
 
     Raises:
         AuditError: the model's forward raised, or holds parameters that are not initialized yet.
+        DataError: the model does not run on a batch of ``data``.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
-    progress("running the model")
-    recorded = trace(model, example_args, example_kwargs)
-    occurrences = find_norms(recorded, progress)
-    if recorded.error is not None:
-        raise AuditError(_refusal(model, recorded, example_args, example_kwargs)) from recorded.error
-    progress("placing norms")
-    placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
-    norms = tuple(_norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name]) for o in occurrences)
-    branches = tuple(_branch(b) for b in placed.branches)
+    found = survey(model, example_args, example_kwargs, progress)
+    recorded, placed, norms, branches = found.recorded, found.placed, found.norms, found.branches
+    numbers = None
+    if data is not None:
+        numbers = measure(model, norms, branches, found.sites, data, gradients=gradients, progress=progress)
     progress("checking rules")
     evidence = rules.Evidence(
         model=model, norms=norms, branches=branches, streams=placed.streams, continued=frozenset(placed.continued)
@@ -70,10 +78,51 @@ def audit(
         device=parameters[0].device.type if parameters else "cpu",
         failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
         guesses=tuple(f"{g.op} in {g.module or 'the model'} was taken to be {g.value}" for g in recorded.guesses),
+        numbers=numbers,
+        sites=found.sites,
     )
 
 
-def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
+@dataclass(frozen=True)
+class Survey:
+    """The norms of a model, where they sit and where they can be looked at: an audit before its rules."""
+
+    recorded: Trace
+    occurrences: list[Occurrence]
+    placed: PlaceResult
+    norms: tuple[NormRecord, ...]
+    branches: tuple[BranchRecord, ...]
+    sites: Sites
+
+
+def survey(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Survey:
+    """Run a model once; find, identify and place its norms.
+
+    Raises:
+        AuditError: the model's forward raised.
+    """
+    progress("running the model")
+    recorded = trace(model, args, kwargs)
+    occurrences = find_norms(recorded, progress)
+    if recorded.error is not None:
+        raise AuditError(_refusal(model, recorded, args, kwargs)) from recorded.error
+    progress("placing norms")
+    placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
+    norms = tuple(
+        _norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name], placed.streams.get(o.name))
+        for o in occurrences
+    )
+    branches = tuple(_branch(b) for b in placed.branches)
+    sites = find_sites(recorded, occurrences, placed.branches)
+    return Survey(recorded, occurrences, placed, norms, branches, sites)
+
+
+def _norm(found: Occurrence, recorded: Trace, placement: Any, stream: int | None) -> NormRecord:
     value = recorded.values[found.calls[0].inputs[0]]
     identification = found.identification
     assert identification.kind != "none"
@@ -86,13 +135,28 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
         placement=placement,
         calls=len(found.calls),
         functional=found.functional,
+        stream=stream,
         input_shape=value.shape,
         input_dtype=str(value.dtype).removeprefix("torch."),
         batch_statistics=_on_batch(identification),
         module=found.module,
         identification=identification,
+        location=_location(found, recorded),
         parameters={role: path for role in ROLES if (path := getattr(identification, role)) is not None},
     )
+
+
+def _location(found: Occurrence, recorded: Trace) -> tuple[str, int] | None:
+    """The model's own line that runs a norm; failing that, where the norm's class is defined."""
+    lines = (recorded.nodes[n].line for n in sorted(found.calls[0].nodes))
+    line = next((line for line in lines if line is not None), None)
+    if line is not None or found.module is None:
+        return line
+    try:
+        file = inspect.getsourcefile(type(found.module))
+        return None if file is None else (file, inspect.getsourcelines(type(found.module))[1])
+    except (OSError, TypeError):  # a class without source: built in, or made at run time
+        return None
 
 
 def _on_batch(identification: Identification) -> bool:
@@ -110,6 +174,7 @@ def _branch(found: Branch) -> BranchRecord:
         placement=found.placement,
         stream=found.stream,
         slots={slot: list(ids) for slot, ids in slots.items() if ids},
+        inside=found.inside,
         alpha=found.alpha,
         branch_scale=found.learned_scale or found.scale,
         input_gain=found.gain,

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from normkit.audit.identify import Identification
+from normkit.audit.numbers.record import Numbers
 from normkit.placement import NormPosition
 from normkit.spec import Kind, NormSpec
 
@@ -36,6 +37,8 @@ class NormRecord:
     calls: int = 1
     functional: bool = False
     """Written inline as operators, not a module."""
+    stream: int | None = None
+    """The residual stream that it reads or writes, where there is one."""
     input_shape: tuple[int, ...] = ()
     input_dtype: str = ""
     batch_statistics: bool = False
@@ -45,6 +48,8 @@ class NormRecord:
     """What was measured, with the parts that the module's tensors and arguments have in it."""
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
     """Role (weight, bias, running_mean, running_var) to the attribute path inside the module."""
+    location: tuple[str, int] | None = field(default=None, repr=False, compare=False)
+    """Source file and line of the model that runs it; where only a library's code does, of the norm's class."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; see `Audit.to_dict`."""
@@ -57,10 +62,12 @@ class NormRecord:
             "placement": self.placement,
             "calls": self.calls,
             "functional": self.functional,
+            "stream": self.stream,
             "input_shape": list(self.input_shape),
             "input_dtype": self.input_dtype,
             "batch_statistics": self.batch_statistics,
             "reason": self.reason,
+            "location": None if self.location is None else {"file": self.location[0], "line": self.location[1]},
         }
 
 
@@ -73,6 +80,8 @@ class BranchRecord:
     stream: int
     slots: dict[str, list[str]]
     """Slot (input, inner, output, stream) to the names of the norms found in it."""
+    inside: tuple[str, ...] = ()
+    """Norms that the branch holds in no slot: of queries and keys, in its middle."""
     alpha: float = 1.0
     branch_scale: float | str = 1.0
     """lambda: a number, or ``"vector"`` or ``"scalar"`` where it is learned."""
@@ -85,6 +94,7 @@ class BranchRecord:
             "placement": self.placement,
             "stream": self.stream,
             "slots": self.slots,
+            "inside": list(self.inside),
             "alpha": self.alpha,
             "branch_scale": self.branch_scale,
             "input_gain": self.input_gain,
@@ -128,6 +138,10 @@ class Audit:
     """Submodules whose forward raised, each with the reason: what lies behind them was not seen."""
     guesses: tuple[str, ...] = ()
     """Values made up on the meta device, where the model's control flow asked for one."""
+    numbers: Numbers | None = None
+    """What was measured on data, if any was given."""
+    sites: Any = field(default=None, repr=False, compare=False)
+    """Where later runs of the model are looked at (`normkit.audit.numbers.sites.Sites`)."""
 
     def __getitem__(self, name: str) -> NormRecord:
         """The norm of that name; KeyError names the known ones."""
@@ -135,6 +149,29 @@ class Audit:
             if norm.name == name:
                 return norm
         raise KeyError(f"no norm named {name!r}; known are {', '.join(n.name for n in self.norms)}")
+
+    def __str__(self) -> str:
+        """The tables that ``normkit audit`` prints, without colour."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        from normkit.audit.report.terminal import show
+
+        text = StringIO()
+        show(self, Console(file=text, width=140, color_system=None), title=self.model)
+        return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        """The report of ``normkit audit --html`` in a notebook, in a frame of its own."""
+        from html import escape
+
+        from normkit.audit.report.html import page
+
+        style = "width:100%;height:70vh;border:1px solid #8886;border-radius:6px"
+        return (
+            f'<iframe title="normkit audit" style="{style}" srcdoc="{escape(page(self, title=self.model))}"></iframe>'
+        )
 
     def worst(self) -> Severity | None:
         """The highest severity among the findings."""
@@ -145,7 +182,7 @@ class Audit:
         """The published schema: ``model``, ``norms``, ``branches``, ``findings`` and how the run went.
 
         Each of ``norms`` has NormSpec's fields (where one describes it) and ``name``, ``class``, ``kind``,
-        ``placement``, ``calls``, ``functional``, ``reason``.
+        ``placement``, ``calls``, ``functional``, ``reason``. ``numbers`` is null unless data was given.
         """
         return {
             "schema": SCHEMA_VERSION,
@@ -157,6 +194,7 @@ class Audit:
             "findings": [f.to_dict() for f in self.findings],
             "failures": list(self.failures),
             "guesses": list(self.guesses),
+            "numbers": None if self.numbers is None else self.numbers.to_dict(),
         }
 
     def to_json(self, path: str | Path | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import advise, audit, convert, env, explain, lab, swap
+from normkit.cli import advise, audit, convert, diff, env, explain, lab, swap
 
 app = typer.Typer(
     name="normkit",
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command("advise")(advise.command)
 app.command("audit")(audit.command)
 app.add_typer(convert.app, name="convert")
+app.command("diff")(diff.command)
 app.command("env")(env.command)
 app.command("explain", context_settings=explain.CONTEXT)(explain.command)
 app.add_typer(lab.app, name="lab")

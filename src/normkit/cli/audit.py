@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from normkit.cli import outputs
+
 if TYPE_CHECKING:
     from normkit.audit import Audit
 
@@ -39,6 +41,32 @@ def command(
     json: Annotated[
         Path | None, typer.Option(help="Write the audit as JSON; - for standard output.", show_default=False)
     ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="Measure stream RMS, branch shares, gains, outliers, logits, gradients on this: a .safetensors file "
+            "that holds the model's inputs by name (0.input_ids, 1.input_ids, ... for several batches), "
+            "repeatable; or the word inputs: those of the audit.",
+            show_default=False,
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a report to look at: one offline HTML file. Real weights are measured.", show_default=False
+        ),
+    ] = None,
+    sarif: Annotated[
+        Path | None, typer.Option(help="Write the findings as SARIF 2.1.0; - for standard output.", show_default=False)
+    ] = None,
+    github: Annotated[bool, typer.Option("--github", help="Print the findings as GitHub annotations too.")] = False,
+    json_schema: Annotated[
+        bool,
+        typer.Option(
+            "--json-schema", help="Print the JSON schema of --json.", is_eager=True, callback=outputs.print_schema
+        ),
+    ] = False,
     all: Annotated[bool, typer.Option("--all", help="One row for each norm, repeated layers too.")] = False,
     fail_on: Annotated[
         Literal["info", "warning", "error", "never"],
@@ -51,6 +79,7 @@ def command(
 
     Example: normkit audit minilm
     Example: normkit audit llama --json llama.json
+    Example: normkit audit minilm --data inputs --html minilm.html
     """
     from rich.console import Console
 
@@ -62,28 +91,19 @@ def command(
 
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the audit
-                result = _run(model, inputs or [], device, progress)
+                result = _run(model, inputs or [], data or (["inputs?"] if html else []), device, progress)
         except _Refused as refused:
             status.stop()
             messages.print(f"normkit audit: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(USAGE) from None
-    if json is not None and str(json) == "-":
-        typer.echo(result.to_json())
-    else:
-        from normkit.audit.report.terminal import show
-
-        console = Console()
-        if not console.is_terminal:  # a pipe has no width of its own; names should stay whole
-            console = Console(width=140)
-        show(result, console, title=model, every=all)
-        if json is not None:
-            try:
-                result.to_json(json)
-            except OSError as error:
-                messages.print(
-                    f"normkit audit: cannot write {json}: {error}", style="red", markup=False, soft_wrap=True
-                )
-                raise typer.Exit(USAGE) from None
+    wanted = outputs.Wanted(json=json, html=html, sarif=sarif, github=github, all=all, data=data or ["inputs"])
+    try:
+        outputs.write(result, model, wanted)
+    except OSError as error:
+        messages.print(
+            f"normkit audit: cannot write {error.filename}: {error}", style="red", markup=False, soft_wrap=True
+        )
+        raise typer.Exit(USAGE) from None
     raise typer.Exit(_exit_code(result, fail_on))
 
 
@@ -91,15 +111,18 @@ class _Refused(Exception):
     """Nothing can be audited; the message is for the user."""
 
 
-def _run(model: str, inputs: list[str], device: str | None, progress: object) -> Audit:
+def _run(model: str, inputs: list[str], data: list[str], device: str | None, progress: object) -> Audit:
     from normkit.audit import AuditError, audit
     from normkit.audit.inputs import InputError, parse_inputs
     from normkit.audit.load import ModelError, load
+    from normkit.audit.numbers.data import read_data
+    from normkit.audit.numbers.measure import DataError
 
     try:
         loaded = load(model, device=device, inputs=parse_inputs(inputs) if inputs else None, progress=progress)  # type: ignore[arg-type]
-        return audit(loaded.model, *loaded.args, progress=progress, **loaded.kwargs)  # type: ignore[arg-type]
-    except (ModelError, InputError, AuditError) as error:
+        batches = read_data(data, loaded)
+        return audit(loaded.model, *loaded.args, data=batches, progress=progress, **loaded.kwargs)  # type: ignore[arg-type]
+    except (ModelError, InputError, AuditError, DataError) as error:
         raise _Refused(str(error)) from error
 
 

@@ -29,6 +29,8 @@ class Branch:
         scale: constant factor on the branch output (lambda); 1.0 where there is none.
         learned_scale: ``"vector"`` (layer scale) or ``"scalar"`` (ReZero) where a parameter scales the branch.
         gain: constant factor on the normalized input (g).
+        identity, addend: the values that are added: the stream's and the branch's.
+        inside: ids of the other norms that the branch holds (of queries and keys, in the middle).
     """
 
     name: str
@@ -44,6 +46,9 @@ class Branch:
     scale: float = 1.0
     learned_scale: str | None = None
     gain: float = 1.0
+    identity: int = -1
+    addend: int = -1
+    inside: tuple[str, ...] = ()
 
 
 def describe(flow: Flow, streams: Streams, seats: Mapping[int, str], names: Mapping[int, str]) -> list[Branch]:
@@ -90,10 +95,13 @@ def _branch(
     gain = gains[0] if gains else 1.0
     n_input, n_output = ids("pre"), ids("output")
     n_stream = tuple(dict.fromkeys(names[v] for v in behind))
+    slotted = {*n_input, *inner, *n_output}
+    others = tuple(n for n in dict.fromkeys(names[v] for v in inside) if n not in slotted)
     placement = _wiring(bool(n_input), bool(inner), bool(n_output), bool(n_stream), alpha, learned, gain)
     return Branch(
         _name(flow, add), placement, add.node, stream, add.source,
-        n_input, inner, n_output, n_stream, alpha, scale, learned, gain,
+        n_input, inner, n_output, n_stream, alpha, scale, learned, gain, add.identity, add.branch,
+        others,
     )  # fmt: skip
 
 

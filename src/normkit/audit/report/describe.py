@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from normkit.audit.result import NormRecord
 from normkit.spec import NormSpec
 
@@ -16,20 +18,19 @@ _KINDS = {
 }
 
 
+def kind(norm: NormRecord) -> str:
+    """The kind in one word."""
+    return _KINDS[norm.kind]
+
+
 def what(norm: NormRecord) -> str:
     """What it computes, in a few words."""
     spec = norm.spec
     if spec is None:
         return norm.reason
-    words = [_KINDS[norm.kind]]
-    if spec.groups > 1:
-        words.append(f"in {spec.groups} groups")
+    words = [kind(norm)]
     if spec.partial < 1:
         words.append(f"over the first {spec.partial:.3g} of the features")
-    if spec.axes == "features" and spec.channel_dim == 1:
-        words.append("over dim 1")
-    if isinstance(spec.channel_dim, tuple) and len(spec.channel_dim) > 1:
-        words.append(f"over {len(spec.channel_dim)} dims")
     if spec.statistic == "unbiased":
         words.append("(unbiased)")
     if spec.gate is not None:
@@ -39,6 +40,28 @@ def what(norm: NormRecord) -> str:
     if norm.batch_statistics and spec.running is not None:
         words.append("on batch statistics")
     return " ".join(words)
+
+
+def axes(norm: NormRecord) -> str:
+    """Which elements share a statistic, with their number."""
+    spec, shape = norm.spec, norm.input_shape
+    if spec is None or not shape:
+        return "-"
+    if isinstance(spec.channel_dim, tuple):
+        sizes = "×".join(str(n) for n in shape[-len(spec.channel_dim) :])
+        return f"{sizes} features"
+    size = shape[spec.channel_dim] if -len(shape) <= spec.channel_dim < len(shape) else 0
+    channels = f"{size} channel{'' if size == 1 else 's'}"
+    if spec.axes == "batch":
+        return f"batch, {channels}"
+    if spec.axes == "instance":
+        return f"sample, {channels}"
+    if spec.axes == "group":
+        return f"sample, {spec.groups} groups of {size // spec.groups}"
+    if spec.groups > 1:
+        return f"{spec.groups} groups of {size // spec.groups}"
+    of_each = " of each head" if norm.placement == "qk" and len(shape) > 3 else ""
+    return f"{size}{' (dim 1)' if spec.channel_dim == 1 else ''}{of_each}"
 
 
 def eps(spec: NormSpec | None) -> str:
@@ -72,3 +95,8 @@ def precision(spec: NormSpec | None) -> str:
         "after_gain": "f32, gain, round",
         "none": "input dtype",
     }[spec.rounding]
+
+
+def location(norm: NormRecord) -> str:
+    """``file.py:line`` of the model that runs it, without the folder."""
+    return "" if norm.location is None else f"{Path(norm.location[0]).name}:{norm.location[1]}"

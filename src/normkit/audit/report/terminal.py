@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normkit.audit.report import describe
+from normkit.audit.report.grouping import collapse, group
 from normkit.audit.result import SEVERITIES, Audit, BranchRecord, Finding, NormRecord
 
 _STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
@@ -38,31 +38,10 @@ def _headline(audit: Audit, title: str) -> Text:
     return text
 
 
-def collapse(name: str) -> str:
-    """A qualified name with its numbers taken out: repeated layers share one."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-
-
-def group(norms: Sequence[NormRecord]) -> list[list[NormRecord]]:
-    """Norms that differ in nothing but a layer's number, in order of first appearance."""
-    groups: dict[tuple[object, ...], list[NormRecord]] = {}
-    for norm in norms:
-        key = (
-            collapse(norm.name),
-            norm.spec,
-            norm.kind,
-            norm.placement,
-            norm.calls,
-            norm.reason if norm.spec is None else "",
-        )
-        groups.setdefault(key, []).append(norm)
-    return list(groups.values())
-
-
 def _norm_table(norms: Sequence[NormRecord], every: bool) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("norm", overflow="fold")
-    for column in ("#", "computes", "eps", "gain", "precision", "place"):
+    for column in ("#", "computes", "over", "eps", "gain", "precision", "place"):
         table.add_column(column, justify="right" if column == "#" else "left")
     for members in [[n] for n in norms] if every else group(norms):
         first = members[0]
@@ -71,13 +50,19 @@ def _norm_table(norms: Sequence[NormRecord], every: bool) -> Table:
         table.add_row(
             first.name if len(members) == 1 else collapse(first.name),
             count,
-            describe.what(first) + (" (inline)" if first.functional else ""),
+            describe.what(first) + _inline(first),
+            describe.axes(first),
             describe.eps(first.spec),
             describe.gain(first.spec),
             describe.precision(first.spec),
             first.placement,
         )
     return table
+
+
+def _inline(norm: NormRecord) -> str:
+    where = describe.location(norm)
+    return f" (inline{', ' + where if where else ''})" if norm.functional else ""
 
 
 def _branch_line(branches: Sequence[BranchRecord]) -> Text:
