@@ -2,6 +2,7 @@
 
 from normkit import functional as functional
 from normkit import nn as nn
+from normkit.audit import assert_clean as assert_clean
 from normkit.audit import audit as audit
 from normkit.audit import identify as identify
 from normkit.audit.groups import param_groups as param_groups
@@ -23,6 +24,7 @@ __all__ = [
     "Placement",
     "Residual",
     "Transformer",
+    "assert_clean",
     "audit",
     "functional",
     "identify",

@@ -1,6 +1,7 @@
 """Audit any model's norms by behaviour and dataflow."""
 
 from normkit.audit.core import AuditError as AuditError
+from normkit.audit.core import assert_clean as assert_clean
 from normkit.audit.core import audit as audit
 from normkit.audit.identify import Identification as Identification
 from normkit.audit.identify import identify as identify
@@ -9,4 +10,14 @@ from normkit.audit.result import BranchRecord as BranchRecord
 from normkit.audit.result import Finding as Finding
 from normkit.audit.result import NormRecord as NormRecord
 
-__all__ = ["Audit", "AuditError", "BranchRecord", "Finding", "Identification", "NormRecord", "audit", "identify"]
+__all__ = [
+    "Audit",
+    "AuditError",
+    "BranchRecord",
+    "Finding",
+    "Identification",
+    "NormRecord",
+    "assert_clean",
+    "audit",
+    "identify",
+]

@@ -39,6 +39,8 @@ class NormRecord:
     input_dtype: str = ""
     batch_statistics: bool = False
     """It divided by the batch's own statistics in the audited run."""
+    half_mismatch: float | None = None
+    """The share of half-precision outputs that the spec does not give bit for bit; None where that was not tried."""
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
     """Role (weight, bias, running_mean, running_var) to the attribute path inside the module."""
@@ -57,6 +59,7 @@ class NormRecord:
             "input_shape": list(self.input_shape),
             "input_dtype": self.input_dtype,
             "batch_statistics": self.batch_statistics,
+            "half_mismatch": self.half_mismatch,
             "reason": self.reason,
         }
 
@@ -132,6 +135,18 @@ class Audit:
             if norm.name == name:
                 return norm
         raise KeyError(f"no norm named {name!r}; known are {', '.join(n.name for n in self.norms)}")
+
+    def __str__(self) -> str:
+        """The tables that ``normkit audit`` prints, without colour."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        from normkit.audit.report.terminal import show
+
+        text = StringIO()
+        show(self, Console(file=text, width=140, color_system=None), title=self.model)
+        return text.getvalue().rstrip()
 
     def worst(self) -> Severity | None:
         """The highest severity among the findings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, env
+from normkit.cli import audit, env, rules
 
 app = typer.Typer(
     name="normkit",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("audit")(audit.command)
 app.command("env")(env.command)
+app.command("rules")(rules.command)
 
 
 def main() -> None:

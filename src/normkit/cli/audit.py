@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,6 +41,25 @@ def command(
         Path | None, typer.Option(help="Write the audit as JSON; - for standard output.", show_default=False)
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="One row for each norm, repeated layers too.")] = False,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select",
+            help="Run these rules only: an id or a topic, repeatable. Example: --select precision",
+            show_default=False,
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", help="Leave these rules out: an id or a topic, repeatable.", show_default=False),
+    ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also time each norm against a copy (rule slow-norm).")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run Python files that the folder's config names; read them first."),
+    ] = False,
     fail_on: Annotated[
         Literal["info", "warning", "error", "never"],
         typer.Option(help="The lowest severity of a finding that gives exit code 1."),
@@ -51,6 +71,7 @@ def command(
 
     Example: normkit audit minilm
     Example: normkit audit llama --json llama.json
+    Example: normkit audit minilm --ignore misleading-name --fail-on warning
     """
     from rich.console import Console
 
@@ -62,7 +83,9 @@ def command(
 
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the audit
-                result = _run(model, inputs or [], device, progress)
+                result = _run(
+                    model, inputs or [], device, select or [], ignore or [], speed, trust_remote_code, progress
+                )
         except _Refused as refused:
             status.stop()
             messages.print(f"normkit audit: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
@@ -91,14 +114,44 @@ class _Refused(Exception):
     """Nothing can be audited; the message is for the user."""
 
 
-def _run(model: str, inputs: list[str], device: str | None, progress: object) -> Audit:
+def _run(
+    model: str,
+    inputs: list[str],
+    device: str | None,
+    select: list[str],
+    ignore: list[str],
+    speed: bool,
+    trust_remote_code: bool,
+    progress: Callable[[str], None],
+) -> Audit:
     from normkit.audit import AuditError, audit
     from normkit.audit.inputs import InputError, parse_inputs
     from normkit.audit.load import ModelError, load
+    from normkit.audit.rules import chosen
 
     try:
-        loaded = load(model, device=device, inputs=parse_inputs(inputs) if inputs else None, progress=progress)  # type: ignore[arg-type]
-        return audit(loaded.model, *loaded.args, progress=progress, **loaded.kwargs)  # type: ignore[arg-type]
+        rules = [r.id for r in chosen(select, ignore)]
+    except ValueError as error:
+        raise _Refused(f"--{error}") from None
+    if speed:
+        rules += [r.id for r in chosen(["speed"], ignore)]
+    try:
+        loaded = load(
+            model,
+            device=device,
+            inputs=parse_inputs(inputs) if inputs else None,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+        return audit(
+            loaded.model,
+            *loaded.args,
+            select=rules,
+            ignore=() if rules else ignore,
+            loading=loaded.report,
+            progress=progress,
+            **loaded.kwargs,
+        )
     except (ModelError, InputError, AuditError) as error:
         raise _Refused(str(error)) from error
 

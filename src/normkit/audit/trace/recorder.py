@@ -37,6 +37,7 @@ from normkit.audit.trace.graph import (
     written_arguments,
 )
 from normkit.audit.trace.meta import run_on_meta
+from normkit.audit.trace.watch import Watch
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -61,7 +62,12 @@ class _Storage:
     writes: list[_Write] = field(default_factory=list)
 
 
-def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    watch: Watch | None = None,
+) -> Trace:
     """Run a model once and record every operator, the values between them and the module calls around them.
 
     The run is without gradients, in the model's own training mode, with the encoder fast path and compilation off
@@ -70,12 +76,13 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     Args:
         model: any module, on any device, meta included.
         args, kwargs: what to call it with.
+        watch: is shown the tensors of some operators as they run.
 
     Returns:
         A `Trace`. If the model raised, it is partial: `Trace.error` is the exception and `Trace.failures` names
         the modules in which exceptions began (also those that the model itself caught).
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, watch)
     kwargs = dict(kwargs or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored())
@@ -135,10 +142,11 @@ def _same(holder: Any, before: Any) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watch: Watch | None = None) -> None:
         super().__init__()
         self.trace = Trace()
         self.model = model
+        self._watch = watch
         self._storages: dict[int, _Storage] = {}
         self._stack: list[int] = []
         self._orders: dict[int, int] = {}
@@ -272,12 +280,18 @@ class _Recorder(TorchDispatchMode):
         undeclared = flat_tensors(list(args[3:5])) if func._schema.name in _UNDECLARED_WRITES else []
         for tensor in (*written, *undeclared):
             self._keep(tensor)
+        seen = None
+        if self._watch is not None:
+            call = self.trace.calls[self._stack[-1]] if self._stack else None
+            seen = self._watch.before(func, call, args, kwargs)
         result = self._run(func, args, kwargs)
         index = len(self.trace.nodes)
         node = Node(index, func, args_template, kwargs_template, tuple(inputs), (), self._here())
         self.trace.nodes.append(node)
         outputs = flat_tensors(result)
         outputs += [tensor for tensor in written if all(tensor is not other for other in outputs)]
+        if self._watch is not None and seen:
+            self._watch.after(seen, outputs)
         node.outputs = tuple(
             self._record_output(tensor, index, position, any(tensor is other for other in written))
             for position, tensor in enumerate(outputs)
