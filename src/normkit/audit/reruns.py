@@ -7,7 +7,7 @@ cannot be run that way: a rule then has nothing to go by.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -276,7 +276,7 @@ class Reruns:
             return not bool((wrong <= 0.5 * expected.abs() + 1e-3 * expected.abs().max()).float().mean() > 0.5)
 
         large = next((2.0**k for k in range(1, 13) if fails(2.0**k)), None)
-        small = next((2.0**-k for k in range(1, 13) if fails(2.0**-k)), None)
+        small = next((2.0**-k for k in range(1, 16) if fails(2.0**-k)), None)
         zeros = torch.zeros_like(x)
         expected = probe(zeros)
         with probe.parameters_in(dtype):
@@ -390,4 +390,6 @@ def _for_gradients(x: Tensor) -> Tensor:
 
 def _plain(output: Any) -> Any:
     """A model's output as containers that pytree knows."""
-    return dict(output) if isinstance(output, dict) else getattr(output, "__dict__", output)
+    if isinstance(output, Tensor | list | tuple):
+        return output
+    return dict(output) if isinstance(output, Mapping) else dict(vars(output))

@@ -127,7 +127,7 @@ def batch_mates(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
 def running_statistics_untouched(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
     """In eval mode the norm then changes nothing: its input is not normalized."""
     norms = [n for n in evidence.norms if _untouched(evidence, n)]
-    if norms:
+    if norms and not evidence.model.training:
         yield finding(
             names(norms),
             "has running statistics of exactly mean 0 and variance 1 in every channel: they were never updated, and in "

@@ -88,7 +88,7 @@ def eps_mismatch(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
         )
 
 
-_ON_STREAM = ("pre", "post", "output", "final")
+_ON_STREAM = ("pre", "post", "output", "final", "embedding", "head")
 
 
 def _eps_entries(config: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, float]]:
