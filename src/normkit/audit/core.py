@@ -13,6 +13,8 @@ from normkit.audit.find import Occurrence, find_norms, weight_place
 from normkit.audit.groups import norms_of
 from normkit.audit.identify import Identification
 from normkit.audit.load import LoadReport
+from normkit.audit.numbers.measure import Batch, measure
+from normkit.audit.numbers.sites import find_sites
 from normkit.audit.place import Branch, NormSite, place
 from normkit.audit.reruns import Reruns
 from normkit.audit.result import SEVERITIES, Audit, BranchRecord, NormRecord, Severity
@@ -35,6 +37,8 @@ def audit(
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     loading: LoadReport | None = None,
+    data: Iterable[Batch] | None = None,
+    gradients: bool = True,
     progress: Callable[[str], None] = lambda _: None,
     **example_kwargs: Any,
 ) -> Audit:
@@ -52,6 +56,9 @@ def audit(
         select: ids or topics of the rules to run; by default all that need not be asked for (``normkit rules``).
         ignore: ids or topics of rules to leave out.
         loading: what reading a checkpoint left out, as `normkit.audit.load.load` reports it.
+        data: batches to measure numbers on (`Audit.numbers`): stream RMS by depth, branch shares, gains, outliers,
+            attention logits, gradients. Each is one tensor, a tuple of arguments or a dict of keyword arguments.
+        gradients: whether ``data`` is run backward too.
         progress: called with a word on what is being done.
         example_kwargs: what to call it with. An argument of the model that shares its name with one of the above is
             given by position.
@@ -63,6 +70,7 @@ def audit(
         AuditError: the model's forward raised, or holds parameters that are not initialized yet.
         TypeError: ``model`` is no module.
         ValueError: ``select`` or ``ignore`` names no rule.
+        DataError: the model does not run on a batch of ``data``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -80,6 +88,10 @@ def audit(
     placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
     norms = tuple(_norm(o, recorded, weight_place(recorded, o) or placed.placements[o.name]) for o in occurrences)
     branches = tuple(_branch(b) for b in placed.branches)
+    sites = find_sites(recorded, occurrences, placed.branches)
+    numbers = None
+    if data is not None:
+        numbers = measure(model, norms, branches, sites, data, gradients=gradients, progress=progress)
     progress("checking rules")
     evidence = rules.Evidence(
         model=model,
@@ -93,6 +105,7 @@ def audit(
         scheduler=scheduler,
         config=_config_of(model, config),
         loading=loading,
+        numbers=numbers,
     )
     parameters = list(model.parameters())
     return Audit(
@@ -108,6 +121,8 @@ def audit(
             f"answered {g.value}, and the run took that path"
             for g in recorded.guesses
         ),
+        numbers=numbers,
+        sites=sites,
     )
 
 
@@ -181,9 +196,23 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:
         input_dtype=str(value.dtype).removeprefix("torch."),
         batch_statistics=_on_batch(identification),
         module=found.module,
+        location=_location(found, recorded),
         parameters={role: path for role in ROLES if (path := getattr(identification, role)) is not None},
         half_mismatch=identification.half_mismatch,
     )
+
+
+def _location(found: Occurrence, recorded: Trace) -> tuple[str, int] | None:
+    """The model's own line that runs a norm; failing that, where the norm's class is defined."""
+    lines = (recorded.nodes[n].line for n in sorted(found.calls[0].nodes))
+    line = next((line for line in lines if line is not None), None)
+    if line is not None or found.module is None:
+        return line
+    try:
+        file = inspect.getsourcefile(type(found.module))
+        return None if file is None else (file, inspect.getsourcelines(type(found.module))[1])
+    except (OSError, TypeError):  # a class without source: built in, or made at run time
+        return None
 
 
 def _on_batch(identification: Identification) -> bool:

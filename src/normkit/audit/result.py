@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from normkit.audit.numbers.record import Numbers
 from normkit.placement import NormPosition
 from normkit.spec import Kind, NormSpec
 
@@ -44,6 +45,8 @@ class NormRecord:
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
     """Role (weight, bias, running_mean, running_var) to the attribute path inside the module."""
+    location: tuple[str, int] | None = field(default=None, repr=False, compare=False)
+    """Source file and line of the model that runs it; where only a library's code does, of the norm's class."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; see `Audit.to_dict`."""
@@ -61,6 +64,7 @@ class NormRecord:
             "batch_statistics": self.batch_statistics,
             "half_mismatch": self.half_mismatch,
             "reason": self.reason,
+            "location": None if self.location is None else {"file": self.location[0], "line": self.location[1]},
         }
 
 
@@ -128,6 +132,10 @@ class Audit:
     """Submodules whose forward raised, each with the reason: what lies behind them was not seen."""
     guesses: tuple[str, ...] = ()
     """Values made up on the meta device, where the model's control flow asked for one."""
+    numbers: Numbers | None = None
+    """What was measured on data, if any was given."""
+    sites: Any = field(default=None, repr=False, compare=False)
+    """Where later runs of the model are looked at (`normkit.audit.numbers.sites.Sites`)."""
 
     def __getitem__(self, name: str) -> NormRecord:
         """The norm of that name; KeyError names the known ones."""
@@ -157,7 +165,7 @@ class Audit:
         """The published schema: ``model``, ``norms``, ``branches``, ``findings`` and how the run went.
 
         Each of ``norms`` has NormSpec's fields (where one describes it) and ``name``, ``class``, ``kind``,
-        ``placement``, ``calls``, ``functional``, ``reason``.
+        ``placement``, ``calls``, ``functional``, ``reason``. ``numbers`` is null unless data was given.
         """
         return {
             "schema": SCHEMA_VERSION,
@@ -169,6 +177,7 @@ class Audit:
             "findings": [f.to_dict() for f in self.findings],
             "failures": list(self.failures),
             "guesses": list(self.guesses),
+            "numbers": None if self.numbers is None else self.numbers.to_dict(),
         }
 
     def to_json(self, path: str | Path | None = None) -> str:

@@ -29,6 +29,7 @@ class Branch:
         scale: constant factor on the branch output (lambda); 1.0 where there is none.
         learned_scale: ``"vector"`` (layer scale) or ``"scalar"`` (ReZero) where a parameter scales the branch.
         gain: constant factor on the normalized input (g).
+        identity, addend: the values that are added: the stream's and the branch's.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Branch:
     scale: float = 1.0
     learned_scale: str | None = None
     gain: float = 1.0
+    identity: int = -1
+    addend: int = -1
 
 
 def describe(flow: Flow, streams: Streams, seats: Mapping[int, str], names: Mapping[int, str]) -> list[Branch]:
@@ -93,7 +96,7 @@ def _branch(
     placement = _wiring(bool(n_input), bool(inner), bool(n_output), bool(n_stream), alpha, learned, gain)
     return Branch(
         _name(flow, add), placement, add.node, stream, add.source,
-        n_input, inner, n_output, n_stream, alpha, scale, learned, gain,
+        n_input, inner, n_output, n_stream, alpha, scale, learned, gain, add.identity, add.branch,
     )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class Node:
     inputs: tuple[int, ...]  # value indices in argument order
     outputs: tuple[int, ...]  # value indices: returned tensors, then tensors that were written without being returned
     call: int  # index of the innermost module call, -1 outside any
+    line: tuple[str, int] | None = None  # the model's source line that ran it: file and line number
 
     @property
     def name(self) -> str:

@@ -37,6 +37,7 @@ from normkit.audit.trace.graph import (
     written_arguments,
 )
 from normkit.audit.trace.meta import run_on_meta
+from normkit.audit.trace.source import calling_line
 from normkit.audit.trace.watch import Watch
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -286,7 +287,8 @@ class _Recorder(TorchDispatchMode):
             seen = self._watch.before(func, call, args, kwargs)
         result = self._run(func, args, kwargs)
         index = len(self.trace.nodes)
-        node = Node(index, func, args_template, kwargs_template, tuple(inputs), (), self._here())
+        line = calling_line()
+        node = Node(index, func, args_template, kwargs_template, tuple(inputs), (), self._here(), line)
         self.trace.nodes.append(node)
         outputs = flat_tensors(result)
         outputs += [tensor for tensor in written if all(tensor is not other for other in outputs)]

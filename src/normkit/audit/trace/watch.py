@@ -28,7 +28,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value of a run: an output of an operator, or (for what no operator made) an input of the first one to read it."""
+    """A value of a run: an output of an operator, or an input of the first one to read it (where none made it)."""
 
     spot: Spot
     is_output: bool
@@ -40,6 +40,7 @@ class Seen:
     """The tensors of one operator as it runs."""
 
     spot: Spot
+    op: torch._ops.OpOverload
     inputs: list[Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -89,7 +90,7 @@ class Watch:
             look(inputs[position])
         if func._schema.is_mutable and spot in self._whole:
             inputs = [t.clone() for t in inputs]
-        return Seen(spot, inputs, args, kwargs)
+        return Seen(spot, func, inputs, args, kwargs)
 
     def after(self, seen: Seen, outputs: list[Tensor]) -> None:
         """The operator has run."""
