@@ -7,6 +7,7 @@ To add one: write a function under `@rule(...)` in the file of its topic (or a n
 from normkit.audit.rules import batch as batch
 from normkit.audit.rules import convention as convention
 from normkit.audit.rules import coverage as coverage
+from normkit.audit.rules import numbers as numbers
 from normkit.audit.rules import placement as placement
 from normkit.audit.rules import precision as precision
 from normkit.audit.rules import speed as speed
