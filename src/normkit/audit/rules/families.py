@@ -83,6 +83,8 @@ def measure(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
             for field, most in (("num_hidden_layers", 2), ("num_layers", 2), ("num_decoder_layers", 2)):
                 if isinstance(getattr(config, field, None), int) and getattr(config, field) > most:
                     setattr(config, field, most)
+            if getattr(config, "num_key_value_heads", 0) is None:
+                config.num_key_value_heads = config.num_attention_heads
             loaded = build(name, config, "meta", None, lambda _: None)
             result = audit(loaded.model, *loaded.args, select=["misleading-name"], **loaded.kwargs)
         except (ModelError, AuditError, Exception):  # a type that does not run so is not in the table
