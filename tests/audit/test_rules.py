@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import normkit
 from normkit.audit import Audit, audit
+from normkit.audit.load import load
 from normkit.audit.rules import RULES
+from normkit.audit.rules.families import Convention, measure, table
+from normkit.audit.rules.schedules import warms_up
 
 
 class PlainRMS(nn.Module):
@@ -103,3 +107,79 @@ def test_torchs_own_transformers(norm_first: bool) -> None:
     rules = {f.rule for f in audit(whole, torch.randn(2, 5, 16), torch.randn(2, 4, 16)).findings}
     assert ("double-final-norm" in rules) == (not norm_first)
     assert "missing-final-norm" not in rules
+
+
+def test_a_final_norm_over_another_stream_is_no_second_one() -> None:
+    """ResiDual ends in a post-norm, to which it adds a norm of the stream that was never normalized."""
+    torch.manual_seed(0)
+    model = normkit.Transformer(placement="resi_dual", vocab=50, dim=16, heads=2, depth=3).eval()
+    assert "double-final-norm" not in [f.rule for f in audit(model, torch.randint(0, 50, (2, 6))).findings]
+
+
+def test_a_last_post_norm_may_be_called_final() -> None:
+    torch.manual_seed(0)
+    model = normkit.Transformer(placement="hybrid", vocab=50, dim=16, heads=2, depth=3).eval()
+    result = audit(model, torch.randint(0, 50, (2, 6)))
+    assert result["stack.final_norm"].placement == "post"
+    assert "misleading-name" not in [f.rule for f in result.findings]
+
+
+@pytest.mark.parametrize(
+    ("make", "rises"),
+    [
+        (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 500)), True),
+        (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-3, total_steps=1000), True),
+        (
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o,
+                [torch.optim.lr_scheduler.LinearLR(o, 0.01, total_iters=100),
+                 torch.optim.lr_scheduler.CosineAnnealingLR(o, 900)],
+                [100],
+            ),
+            True,
+        ),
+        (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000), False),
+        (lambda o: torch.optim.lr_scheduler.StepLR(o, 5), False),
+        (lambda o: None, False),
+    ],
+)  # fmt: skip
+def test_warm_up_is_seen_on_a_copy(make: Callable[[Any], Any], rises: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    scheduler = make(optimizer)
+    before = [group["lr"] for group in optimizer.param_groups], scheduler and scheduler.state_dict()["last_epoch"]
+    assert warms_up(scheduler, optimizer) == rises
+    after = [group["lr"] for group in optimizer.param_groups], scheduler and scheduler.state_dict()["last_epoch"]
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron", "gpt2"])
+def test_the_table_of_families_is_what_is_measured(name: str) -> None:
+    assert tuple(Convention(**row) for row in measure([name])[name]) == table()[name]
+
+
+def test_gains_of_trained_models_are_believed() -> None:
+    """Small gains of one sign, wide ones, and constant ones contradict no convention."""
+    torch.manual_seed(0)
+    for offset, gain in ((0.0, torch.rand(64) * 0.1), (0.0, torch.zeros(64)), (1.0, torch.ones(64)),
+                         (1.0, 4 * torch.rand(64)), (1.0, torch.randn(64)), (0.0, 1 + 0.2 * torch.randn(64))):  # fmt: skip
+        model = nn.Sequential(nn.Linear(64, 64), normkit.nn.RMSNorm(64, weight_offset=offset))
+        model[1].load_state_dict({"weight": gain})
+        assert "gain-offset" not in [f.rule for f in audit(model, torch.randn(2, 64)).findings], (offset, gain.mean())
+
+
+def test_the_pretrained_demo_model_is_clean() -> None:
+    loaded = load("minilm")
+    assert audit(loaded.model, loading=loaded.report, **loaded.kwargs).findings == ()
+
+
+def test_rules_leave_the_model_as_it_was() -> None:
+    """Those that run it again, backward too, move no buffer, no gradient and no random state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    audit(model, torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state) and model.training

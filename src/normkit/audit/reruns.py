@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from normkit.audit.find import Occurrence
 from normkit.audit.find.inline import Replay
 from normkit.audit.find.modules import example_of
+from normkit.audit.find.operators import CASTS, VIEWS, packet
 from normkit.audit.identify.probe import NotANorm, Probe, has_values, private_copy, undisturbed
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
@@ -26,6 +27,7 @@ from normkit.audit.trace.watch import Finder, Watch
 from normkit.reference import statistics
 from normkit.spec import NormSpec
 
+_CARRIES = VIEWS | CASTS | {"slice", "select", "native_dropout", "detach", "contiguous"}
 _PADDED_SHARE = 4
 """One position in so many is taken for padding."""
 
@@ -314,6 +316,22 @@ class Reruns:
                 if not any(word in node.name for word in ("mm", "softmax", "convolution")):
                     todo.extend(v for v in node.outputs if trace.values[v].dtype.is_floating_point)
         return None
+
+    def reads(self, name: str, other: str) -> bool:
+        """Whether a norm reads the very output of another, with nothing but views, casts and dropout between."""
+        trace = self.recorded
+        todo = [call.output for call in self.occurrences[other].calls]
+        wanted = {call.inputs[0] for call in self.occurrences[name].calls}
+        seen: set[int] = set()
+        while todo:
+            value = todo.pop()
+            if value in wanted:
+                return True
+            for user in self._readers.get(value, ()):
+                if user not in seen and packet(trace.nodes[user]) in _CARRIES:
+                    seen.add(user)
+                    todo.extend(trace.nodes[user].outputs)
+        return False
 
     @cached_property
     def _readers(self) -> dict[int, list[int]]:

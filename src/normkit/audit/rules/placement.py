@@ -35,7 +35,8 @@ def double_final_norm(evidence: Evidence, finding: MakeFinding) -> Iterator[Find
     for stream, branches in _streams(evidence).items():
         last = branches[-1]
         finals = _finals(evidence, stream)
-        if finals and last.slots.get("stream"):
+        ends = last.slots.get("stream", ())
+        if any(evidence.reruns.reads(n.name, end) for n in finals for end in ends):
             yield finding(
                 (*last.slots["stream"], *(n.name for n in finals)),
                 "normalizes the end of the stream twice: the last block is post-norm, and a final norm follows it",
@@ -55,9 +56,10 @@ _SAYS: tuple[tuple[str, frozenset[str], str], ...] = (
 def misleading_name(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
     """Ports go wrong over names: Llama's ``post_attention_layernorm`` is the pre-norm of its MLP."""
     groups: dict[tuple[str, str, str], list[str]] = {}
+    ends = {name for branches in _streams(evidence).values() for name in branches[-1].slots.get("stream", ())}
     for norm in evidence.norms:
         said = _name_says(norm)
-        if said is not None:
+        if said is not None and not (norm.name in ends and said == "at the end of the model"):
             groups.setdefault((norm.name.rsplit(".", 1)[-1], said, norm.placement), []).append(norm.name)
     for (name, said, placement), where in groups.items():
         yield finding(
