@@ -161,8 +161,10 @@ def test_the_table_of_families_is_what_is_measured(name: str) -> None:
 def test_gains_of_trained_models_are_believed() -> None:
     """Small gains of one sign, wide ones, and constant ones contradict no convention."""
     torch.manual_seed(0)
-    for offset, gain in ((0.0, torch.rand(64) * 0.1), (0.0, torch.zeros(64)), (1.0, torch.ones(64)),
-                         (1.0, 4 * torch.rand(64)), (1.0, torch.randn(64)), (0.0, 1 + 0.2 * torch.randn(64))):  # fmt: skip
+    noise = torch.randn(64)
+    plain = (torch.rand(64) * 0.1, torch.zeros(64), 1 + 0.2 * noise)
+    less_one = (torch.ones(64), 4 * torch.rand(64), noise)
+    for offset, gain in (*((0.0, g) for g in plain), *((1.0, g) for g in less_one)):
         model = nn.Sequential(nn.Linear(64, 64), normkit.nn.RMSNorm(64, weight_offset=offset))
         model[1].load_state_dict({"weight": gain})
         assert "gain-offset" not in [f.rule for f in audit(model, torch.randn(2, 64)).findings], (offset, gain.mean())

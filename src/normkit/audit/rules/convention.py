@@ -130,8 +130,8 @@ def uninitialised_weights(evidence: Evidence, finding: MakeFinding) -> Iterator[
     if odd:
         yield finding(
             names(odd),
-            "holds values that no training gives (beyond 1e6, or most of them below 1e-30 and not 0): memory that was never "
-            "initialized",
+            "holds values that no training gives (beyond 1e6, or most of them below 1e-30 and not 0): memory that was "
+            "never initialized",
             "initialize the norm (reset_parameters) after to_empty(), or load the checkpoint's values",
         )
 

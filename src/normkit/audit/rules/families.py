@@ -109,7 +109,7 @@ def _initial(model: Any, norm: NormRecord) -> float | None:
         for parameter in module.parameters():
             parameter.fill_(math.nan)
         model._init_weights(module)
-    gain = module.get_parameter(path)
+    gain = module.get_parameter(path).detach()
     return float(gain.flatten()[0]) if bool((gain == gain.flatten()[0]).all()) else None
 
 
