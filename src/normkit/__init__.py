@@ -5,6 +5,7 @@ from typing import Any
 from normkit import functional as functional
 from normkit import nn as nn
 from normkit.audit import Monitor as Monitor
+from normkit.audit import assert_clean as assert_clean
 from normkit.audit import audit as audit
 from normkit.audit import diff as diff
 from normkit.audit import identify as identify
@@ -29,6 +30,7 @@ __all__ = [
     "Placement",
     "Residual",
     "Transformer",
+    "assert_clean",
     "audit",
     "diff",
     "functional",

@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_had(target: str, said: str, factories: str) -> N
         ("{", "is no JSON"),
         ("[]", "holds a list"),
         ('{"model_type": "llamma"}', "did you mean"),
-        ("{}", "does not know"),
+        ("{}", 'no "model_type"'),
         ('{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}', "remote code"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "config"),
     ],

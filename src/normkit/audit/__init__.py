@@ -3,6 +3,7 @@
 from normkit.audit.compare import Diff as Diff
 from normkit.audit.compare import diff as diff
 from normkit.audit.core import AuditError as AuditError
+from normkit.audit.core import assert_clean as assert_clean
 from normkit.audit.core import audit as audit
 from normkit.audit.identify import Identification as Identification
 from normkit.audit.identify import identify as identify
@@ -21,6 +22,7 @@ __all__ = [
     "Identification",
     "Monitor",
     "NormRecord",
+    "assert_clean",
     "audit",
     "diff",
     "identify",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,14 @@ from torch import nn
 
 from normkit.audit import rules
 from normkit.audit.find import Occurrence, find_norms, weight_place
+from normkit.audit.groups import norms_of
 from normkit.audit.identify import Identification
+from normkit.audit.load import LoadReport
 from normkit.audit.numbers.measure import Batch, measure
 from normkit.audit.numbers.sites import Sites, find_sites
 from normkit.audit.place import Branch, NormSite, PlaceResult, place
-from normkit.audit.result import Audit, BranchRecord, NormRecord
+from normkit.audit.reruns import Reruns
+from normkit.audit.result import SEVERITIES, Audit, BranchRecord, NormRecord, Severity
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
 
@@ -29,12 +32,18 @@ class AuditError(Exception):
 def audit(
     model: nn.Module,
     *example_args: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    config: Any = None,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    loading: LoadReport | None = None,
     data: Iterable[Batch] | None = None,
     gradients: bool = True,
     progress: Callable[[str], None] = lambda _: None,
     **example_kwargs: Any,
 ) -> Audit:
-    """Say what every norm of a model computes and where it sits, by running it once.
+    """Say what every norm of a model computes and where it sits, by running it, and apply the rules.
 
     Identification is by behaviour (each norm is probed on a copy), placement by dataflow; no class, module or
     attribute name is looked at. Works on real and on meta tensors. The model is left as it was.
@@ -42,19 +51,31 @@ def audit(
     Args:
         model: any module. Its training flags decide what is audited: call ``eval()`` first for inference.
         example_args: what to call it with.
+        optimizer: the optimizer that trains it, for the rules on weight decay and warm-up; it is not stepped.
+        scheduler: its learning-rate schedule; a copy is stepped.
+        config: the model's config, an object with ``to_dict()`` or a mapping; by default ``model.config``.
+        select: ids or topics of the rules to run; by default all that need not be asked for (``normkit rules``).
+        ignore: ids or topics of rules to leave out.
+        loading: what reading a checkpoint left out, as `normkit.audit.load.load` reports it.
         data: batches to measure numbers on (`Audit.numbers`): stream RMS by depth, branch shares, gains, outliers,
             attention logits, gradients. Each is one tensor, a tuple of arguments or a dict of keyword arguments.
         gradients: whether ``data`` is run backward too.
         progress: called with a word on what is being done.
-        example_kwargs: what to call it with.
+        example_kwargs: what to call it with. An argument of the model that shares its name with one of the above is
+            given by position.
 
     Returns:
         An `Audit`; ``to_dict()`` is its published JSON form.
 
     Raises:
         AuditError: the model's forward raised, or holds parameters that are not initialized yet.
+        TypeError: ``model`` is no module.
+        ValueError: ``select`` or ``ignore`` names no rule.
         DataError: the model does not run on a batch of ``data``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    chosen = rules.chosen(select, ignore)
     tensors = (*model.named_parameters(), *model.named_buffers())
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -66,18 +87,33 @@ def audit(
         numbers = measure(model, norms, branches, found.sites, data, gradients=gradients, progress=progress)
     progress("checking rules")
     evidence = rules.Evidence(
-        model=model, norms=norms, branches=branches, streams=placed.streams, continued=frozenset(placed.continued)
+        model=model,
+        norms=norms,
+        branches=branches,
+        streams=placed.streams,
+        continued=frozenset(placed.continued),
+        reruns=Reruns(model, example_args, example_kwargs, recorded, found.occurrences),
+        never_ran=_never_ran(model, recorded),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        config=_config_of(model, config),
+        loading=loading,
+        numbers=numbers,
     )
     parameters = list(model.parameters())
     return Audit(
         model=type(model).__name__,
         norms=norms,
         branches=branches,
-        findings=rules.check(evidence),
+        findings=rules.check(evidence, chosen),
         parameters=sum(p.numel() for p in parameters),
         device=parameters[0].device.type if parameters else "cpu",
         failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
-        guesses=tuple(f"{g.op} in {g.module or 'the model'} was taken to be {g.value}" for g in recorded.guesses),
+        guesses=tuple(
+            f"{g.module or 'the model'} asked for the value of a tensor, which meta tensors have not: {g.op} was "
+            f"answered {g.value}, and the run took that path"
+            for g in recorded.guesses
+        ),
         numbers=numbers,
         sites=found.sites,
     )
@@ -122,6 +158,59 @@ def survey(
     return Survey(recorded, occurrences, placed, norms, branches, sites)
 
 
+def assert_clean(
+    model: nn.Module, *example_args: Any, fail_on: Severity = "warning", **options_and_example_kwargs: Any
+) -> Audit:
+    """Audit a model and raise if a finding reaches a severity: one line for a test suite.
+
+    Args:
+        model: as for `audit`.
+        example_args: as for `audit`.
+        fail_on: the lowest severity that is a failure: ``"info"``, ``"warning"`` or ``"error"``.
+        options_and_example_kwargs: as for `audit`, ``select`` and ``ignore`` among them.
+
+    Returns:
+        The `Audit`, for further assertions.
+
+    Raises:
+        AssertionError: with one line for each finding, and its fix.
+        ValueError: ``fail_on`` is no severity.
+    """
+    if fail_on not in SEVERITIES:
+        raise ValueError(f"fail_on must be one of {', '.join(SEVERITIES)}; got {fail_on!r}")
+    result = audit(model, *example_args, **options_and_example_kwargs)
+    failed = [f for f in result.findings if SEVERITIES.index(f.severity) >= SEVERITIES.index(fail_on)]
+    if failed:
+        lines = [f"{f.severity} {f.rule}: {', '.join(f.where)}: {f.message}. Fix: {f.fix}." for f in failed]
+        raise AssertionError("\n".join((f"{result.model} has {len(failed)} findings of severity {fail_on} or above:"
+                                        if len(failed) > 1 else f"{result.model} has a finding:", *lines)))  # fmt: skip
+    return result
+
+
+def _never_ran(model: nn.Module, recorded: Trace) -> tuple[str, ...]:
+    """Modules with parameters of their own that behave as norms, and whose parameters no operator read."""
+    called = {id(call.module) for call in recorded.calls}
+    read = {value for node in recorded.nodes for value in node.inputs}
+    used = {id(leaf) for value, leaf in recorded.leaves.items() if value in read}
+    idle = {
+        id(module): name
+        for name, module in model.named_modules()
+        if id(module) not in called
+        and (own := list(module.parameters(recurse=False)))
+        and not any(id(p) in used for p in own)
+    }
+    left = nn.ModuleList(module for module in model.modules() if id(module) in idle)
+    return tuple(idle[id(module)] for module, _ in norms_of(left) if id(module) in idle)
+
+
+def _config_of(model: nn.Module, config: Any) -> Mapping[str, Any]:
+    """A config as plain values."""
+    config = getattr(model, "config", None) if config is None else config
+    to_dict = getattr(config, "to_dict", None)
+    made = to_dict() if callable(to_dict) else config
+    return made if isinstance(made, Mapping) else {}
+
+
 def _norm(found: Occurrence, recorded: Trace, placement: Any, stream: int | None) -> NormRecord:
     value = recorded.values[found.calls[0].inputs[0]]
     identification = found.identification
@@ -143,6 +232,7 @@ def _norm(found: Occurrence, recorded: Trace, placement: Any, stream: int | None
         identification=identification,
         location=_location(found, recorded),
         parameters={role: path for role in ROLES if (path := getattr(identification, role)) is not None},
+        half_mismatch=identification.half_mismatch,
     )
 
 

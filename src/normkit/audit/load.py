@@ -47,6 +47,18 @@ class ModelError(Exception):
     """The named model cannot be had; the message says what to do."""
 
 
+@dataclass(frozen=True)
+class LoadReport:
+    """What reading a checkpoint left out."""
+
+    missing: tuple[str, ...] = ()
+    """Keys of the model that the checkpoint has not: they kept their initial values."""
+    mismatched: tuple[str, ...] = ()
+    """Keys whose shapes differ: they kept their initial values."""
+    unexpected: tuple[str, ...] = ()
+    """Keys of the checkpoint that the model has not."""
+
+
 @dataclass
 class Loaded:
     """A model with inputs it can be called with."""
@@ -55,6 +67,7 @@ class Loaded:
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    report: LoadReport | None = None
 
 
 Progress = Callable[[str], None]
@@ -65,6 +78,7 @@ def load(
     *,
     device: str | None = None,
     inputs: Mapping[str, Tensor] | None = None,
+    trust_remote_code: bool = False,
     progress: Progress = lambda _: None,
 ) -> Loaded:
     """Find a model and inputs for it.
@@ -74,6 +88,7 @@ def load(
             type such as ``llama``; or ``package.module:factory``, whose call gives a module or ``(module, inputs)``.
         device: ``"cpu"`` or ``"meta"``; by default the CPU where there are weights, else meta.
         inputs: keyword inputs to take instead of a guess.
+        trust_remote_code: whether Python files that a folder's config names (``auto_map``) may be run.
         progress: called with a word on what is being done.
 
     Raises:
@@ -86,7 +101,7 @@ def load(
     if ":" in target and not Path(target).exists():
         return _from_factory(target, device, inputs)
     if os.sep in target or target.startswith(".") or Path(target).is_dir():
-        return _from_folder(Path(target), device, inputs, progress)
+        return _from_folder(Path(target), device, inputs, progress, trust_remote_code)
     return _from_model_type(target, device, inputs, progress)
 
 
@@ -118,23 +133,38 @@ def _minilm(device: str | None, inputs: Mapping[str, Tensor] | None, progress: P
     return loaded
 
 
-def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
+def _from_folder(
+    folder: Path,
+    device: str | None,
+    inputs: Mapping[str, Tensor] | None,
+    progress: Progress,
+    trust_remote_code: bool = False,
+) -> Loaded:
     if not folder.is_dir():
         raise ModelError(
             f"no folder {folder}; give a folder with a config.json, a model type or package.module:factory"
         )
-    config = _read_config(folder)
+    config = _read_config(folder, trust_remote_code)
     weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
     if device == "meta" or not weights:
         if device == "cpu":
             progress("no weights: building with random ones")
-        return _finish(str(folder), config, device or "meta", inputs, progress)
+        return build(str(folder), config, device or "meta", inputs, progress, trust_remote_code)
     auto = _model_class(config)
+    report = LoadReport()
     progress(f"reading {len(weights)} weight file{'s' if len(weights) > 1 else ''}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = auto.from_pretrained(folder, config=config, trust_remote_code=False, dtype="auto")
+            model, info = auto.from_pretrained(
+                folder,
+                config=config,
+                trust_remote_code=trust_remote_code,
+                dtype="auto",
+                ignore_mismatched_sizes=True,  # a finding says so
+                output_loading_info=True,
+            )
+            report = _report(info)
     except Exception as error:
         if "weights_only" in str(error):
             raise ModelError(
@@ -143,10 +173,19 @@ def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] 
         raise ModelError(
             f"cannot read the weights in {folder}: {_one_line(error)}; download the files again"
         ) from error
-    return _with_inputs(str(folder), model, config, "cpu", inputs)
+    loaded = _with_inputs(str(folder), model, config, "cpu", inputs)
+    loaded.report = report
+    return loaded
 
 
-def _read_config(folder: Path) -> Any:
+def _report(info: Mapping[str, Any]) -> LoadReport:
+    def keys(name: str) -> tuple[str, ...]:
+        return tuple(sorted(key if isinstance(key, str) else key[0] for key in info.get(name) or ()))
+
+    return LoadReport(keys("missing_keys"), keys("mismatched_keys"), keys("unexpected_keys"))
+
+
+def _read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder that holds one")
@@ -156,16 +195,17 @@ def _read_config(folder: Path) -> Any:
         raise ModelError(f"{path} is no JSON: {_one_line(error)}; write the file again") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not an object; write the file again")
-    if "auto_map" in values:
+    remote = "auto_map" in values
+    if remote and not trust_remote_code:
         raise ModelError(
-            f"{path} asks for remote code (auto_map), which is not run; audit it as package.module:factory instead"
+            f"{path} asks for remote code (auto_map), which is not run; read that code, then give --trust-remote-code"
         )
     kind = values.get("model_type")
     library = transformers()
-    if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
+    if not remote and (not isinstance(kind, str) or kind not in library.CONFIG_MAPPING):
         raise ModelError(f"{path} has {_unknown_type(kind)}")
     try:
-        return library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return library.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(f"{path} is no valid {kind} config: {_one_line(error)}") from error
 
@@ -174,6 +214,8 @@ def _unknown_type(kind: object) -> str:
     import difflib
 
     library = transformers()
+    if kind is None:
+        return 'no "model_type"; add the one that transformers knows the architecture by, such as "llama"'
     close = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING.keys()), n=3)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
     return f"the model type {kind!r}, which transformers {library.__version__} does not know{hint}"
@@ -192,24 +234,40 @@ def _from_model_type(
         config = library.AutoConfig.for_model(target)
     except Exception as error:
         raise ModelError(f"{target!r} has no default config: {_one_line(error)}; give a folder with one") from error
-    return _finish(target, config, device or "meta", inputs, progress)
+    return build(target, config, device or "meta", inputs, progress)
 
 
-def _finish(name: str, config: Any, device: str, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
+def build(
+    name: str,
+    config: Any,
+    device: str,
+    inputs: Mapping[str, Tensor] | None,
+    progress: Progress,
+    trust_remote_code: bool = False,
+) -> Loaded:
     """Build a model without weights."""
     progress(f"building on {device}")
     try:
         with torch.device(device):
             auto = _model_class(config)
-            model = auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
+            if hasattr(auto, "from_config"):
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                model = auto(config)
     except Exception as error:
         raise ModelError(f"cannot build {name} from its config: {_one_line(error)}") from error
     return _with_inputs(name, model, config, device, inputs)
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the config names, else the first auto class that knows the config."""
+    """The class that the config names, else the first auto class that knows the config.
+
+    A config gets here with an ``auto_map`` only where remote code is trusted.
+    """
     library = transformers()
+    for name in getattr(config, "auto_map", None) or ():
+        if name.startswith("AutoModel") and hasattr(library, name):
+            return getattr(library, name)
     for architecture in getattr(config, "architectures", None) or ():
         found = getattr(library, architecture, None)
         if found is not None:

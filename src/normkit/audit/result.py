@@ -43,6 +43,8 @@ class NormRecord:
     input_dtype: str = ""
     batch_statistics: bool = False
     """It divided by the batch's own statistics in the audited run."""
+    half_mismatch: float | None = None
+    """The share of half-precision outputs that the spec does not give bit for bit; None where that was not tried."""
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     identification: Identification | None = field(default=None, repr=False, compare=False)
     """What was measured, with the parts that the module's tensors and arguments have in it."""
@@ -66,6 +68,7 @@ class NormRecord:
             "input_shape": list(self.input_shape),
             "input_dtype": self.input_dtype,
             "batch_statistics": self.batch_statistics,
+            "half_mismatch": self.half_mismatch,
             "reason": self.reason,
             "location": None if self.location is None else {"file": self.location[0], "line": self.location[1]},
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import advise, audit, convert, diff, env, explain, lab, swap
+from normkit.cli import advise, audit, convert, diff, env, explain, lab, rules, swap
 
 app = typer.Typer(
     name="normkit",
@@ -21,6 +21,7 @@ app.command("diff")(diff.command)
 app.command("env")(env.command)
 app.command("explain", context_settings=explain.CONTEXT)(explain.command)
 app.add_typer(lab.app, name="lab")
+app.command("rules")(rules.command)
 app.command("swap")(swap.command)
 
 

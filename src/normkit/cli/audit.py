@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -68,6 +69,25 @@ def command(
         ),
     ] = False,
     all: Annotated[bool, typer.Option("--all", help="One row for each norm, repeated layers too.")] = False,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select",
+            help="Run these rules only: an id or a topic, repeatable. Example: --select precision",
+            show_default=False,
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", help="Leave these rules out: an id or a topic, repeatable.", show_default=False),
+    ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also time each norm against a copy (rule slow-norm).")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run Python files that the folder's config names; read them first."),
+    ] = False,
     fail_on: Annotated[
         Literal["info", "warning", "error", "never"],
         typer.Option(help="The lowest severity of a finding that gives exit code 1."),
@@ -80,6 +100,7 @@ def command(
     Example: normkit audit minilm
     Example: normkit audit llama --json llama.json
     Example: normkit audit minilm --data inputs --html minilm.html
+    Example: normkit audit minilm --ignore misleading-name --fail-on warning
     """
     from rich.console import Console
 
@@ -91,7 +112,17 @@ def command(
 
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the audit
-                result = _run(model, inputs or [], data or (["inputs?"] if html else []), device, progress)
+                result = _run(
+                    model,
+                    inputs or [],
+                    data or (["inputs?"] if html else []),
+                    device,
+                    select or [],
+                    ignore or [],
+                    speed,
+                    trust_remote_code,
+                    progress,
+                )
         except _Refused as refused:
             status.stop()
             messages.print(f"normkit audit: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
@@ -111,17 +142,48 @@ class _Refused(Exception):
     """Nothing can be audited; the message is for the user."""
 
 
-def _run(model: str, inputs: list[str], data: list[str], device: str | None, progress: object) -> Audit:
+def _run(
+    model: str,
+    inputs: list[str],
+    data: list[str],
+    device: str | None,
+    select: list[str],
+    ignore: list[str],
+    speed: bool,
+    trust_remote_code: bool,
+    progress: Callable[[str], None],
+) -> Audit:
     from normkit.audit import AuditError, audit
     from normkit.audit.inputs import InputError, parse_inputs
     from normkit.audit.load import ModelError, load
     from normkit.audit.numbers.data import read_data
     from normkit.audit.numbers.measure import DataError
+    from normkit.audit.rules import chosen
 
     try:
-        loaded = load(model, device=device, inputs=parse_inputs(inputs) if inputs else None, progress=progress)  # type: ignore[arg-type]
-        batches = read_data(data, loaded)
-        return audit(loaded.model, *loaded.args, data=batches, progress=progress, **loaded.kwargs)  # type: ignore[arg-type]
+        rules = [r.id for r in chosen(select, ignore)]
+    except ValueError as error:
+        raise _Refused(f"--{error}") from None
+    if speed:
+        rules += [r.id for r in chosen(["speed"], ignore)]
+    try:
+        loaded = load(
+            model,
+            device=device,
+            inputs=parse_inputs(inputs) if inputs else None,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+        return audit(
+            loaded.model,
+            *loaded.args,
+            select=rules,
+            ignore=() if rules else ignore,
+            loading=loaded.report,
+            data=read_data(data, loaded),
+            progress=progress,
+            **loaded.kwargs,
+        )
     except (ModelError, InputError, AuditError, DataError) as error:
         raise _Refused(str(error)) from error
 

@@ -1,0 +1,133 @@
+"""What each model family's published code computes: conventions by transformers' ``model_type``.
+
+The table beside this file was measured, not written: ``python -m normkit.audit.rules.families`` audits the default
+config of every text architecture in transformers, cut to a few layers on the meta device, and keeps the conventions of
+its norm modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from normkit.audit.result import NormRecord
+from normkit.spec import Kind, NormSpec
+
+TABLE = "families.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """How a family's norms of one kind compute."""
+
+    kind: Kind
+    has_weight: bool
+    has_bias: bool
+    weight_offset: float
+    rounding: str
+    gain_dtype: str
+    starts_at: float | None = None
+    """The stored gain that the family's own initialization gives; None where there is none, or it is not known."""
+
+    @classmethod
+    def of(cls, spec: NormSpec, starts_at: float | None) -> Convention:
+        """The convention in a spec."""
+        return cls(
+            kind=spec.kind,
+            has_weight=spec.has_weight,
+            has_bias=spec.has_bias,
+            weight_offset=spec.weight_offset,
+            rounding=spec.rounding,
+            gain_dtype=spec.gain_dtype,
+            starts_at=starts_at,
+        )
+
+
+@cache
+def table() -> dict[str, tuple[Convention, ...]]:
+    """Model type to the conventions found in its published code."""
+    text = (resources.files("normkit.audit.rules") / TABLE).read_text(encoding="utf-8")
+    return {name: tuple(Convention(**row) for row in rows) for name, rows in json.loads(text).items()}
+
+
+def published(config: Mapping[str, Any], spec: NormSpec) -> list[Convention]:
+    """The family's conventions for norms of this kind, with or without gain as this one; none if it is not known."""
+    types = {str(part["model_type"]) for part in _parts(config) if part.get("model_type")}
+    rows = [row for name in types for row in table().get(name, ())]
+    return [row for row in rows if row.kind == spec.kind and row.has_weight == spec.has_weight]
+
+
+def _parts(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    yield config
+    yield from (value for value in config.values() if isinstance(value, Mapping))
+
+
+def measure(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """Audit small models of some types, as transformers builds them."""
+    from normkit.audit import AuditError, audit
+    from normkit.audit.load import ModelError, build, transformers
+
+    library = transformers()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        try:
+            config = library.AutoConfig.for_model(name)
+            for field, most in (("num_hidden_layers", 2), ("num_layers", 2), ("num_decoder_layers", 2)):
+                if isinstance(getattr(config, field, None), int) and getattr(config, field) > most:
+                    setattr(config, field, most)
+            if getattr(config, "num_key_value_heads", 0) is None:
+                config.num_key_value_heads = config.num_attention_heads
+            loaded = build(name, config, "meta", None, lambda _: None)
+            result = audit(loaded.model, *loaded.args, select=["misleading-name"], **loaded.kwargs)
+        except (ModelError, AuditError, Exception):  # a type that does not run so is not in the table
+            continue
+        rows = {
+            Convention.of(n.spec, _initial(loaded.model, n))
+            for n in result.norms
+            if n.spec is not None and not n.functional
+        }
+        if rows:
+            found[name] = [asdict(row) for row in sorted(rows, key=repr)]
+    return found
+
+
+def _initial(model: Any, norm: NormRecord) -> float | None:
+    """What the model's own initialization puts into a norm's stored gain."""
+    path = norm.parameters.get("weight")
+    if path is None or norm.module is None:
+        return None
+    module = copy.deepcopy(norm.module).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(math.nan)
+        model._init_weights(module)
+    gain = module.get_parameter(path).detach()
+    return float(gain.flatten()[0]) if bool((gain == gain.flatten()[0]).all()) else None
+
+
+def main() -> None:
+    """Measure every text architecture and write the table."""
+    from pathlib import Path
+
+    from normkit.audit.load import transformers
+
+    library = transformers()
+    names = sorted(
+        {*library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+        | {*library.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+        | {*library.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    )
+    lines = [f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in measure(names).items()]
+    Path(__file__).with_name(TABLE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
