@@ -128,7 +128,7 @@ def _from_folder(folder: Path, device: str | None, inputs: Mapping[str, Tensor] 
     if device == "meta" or not weights:
         if device == "cpu":
             progress("no weights: building with random ones")
-        return _finish(str(folder), config, device or "meta", inputs, progress)
+        return from_config(str(folder), config, device or "meta", inputs, progress)
     auto = _model_class(config)
     progress(f"reading {len(weights)} weight file{'s' if len(weights) > 1 else ''}")
     try:
@@ -192,11 +192,17 @@ def _from_model_type(
         config = library.AutoConfig.for_model(target)
     except Exception as error:
         raise ModelError(f"{target!r} has no default config: {_one_line(error)}; give a folder with one") from error
-    return _finish(target, config, device or "meta", inputs, progress)
+    return from_config(target, config, device or "meta", inputs, progress)
 
 
-def _finish(name: str, config: Any, device: str, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
-    """Build a model without weights."""
+def from_config(
+    name: str,
+    config: Any,
+    device: str = "meta",
+    inputs: Mapping[str, Tensor] | None = None,
+    progress: Progress = lambda _: None,
+) -> Loaded:
+    """Build a model without weights from a transformers config; see `load` for the rest."""
     progress(f"building on {device}")
     try:
         with torch.device(device):
