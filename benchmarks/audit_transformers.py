@@ -194,6 +194,7 @@ def main() -> None:
     from normkit.audit import load
 
     library = load.transformers()
+    audit_type("llama", 1, "meta")  # what every process needs is imported once, before the forks
     known = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out and given.out.exists() else []
     rows = {row["type"]: row for row in known}
     for kind in given.types or sorted(library.CONFIG_MAPPING.keys()):
