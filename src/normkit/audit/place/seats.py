@@ -185,7 +185,7 @@ class _Placer:
             blocks = sum(node in inside.interior for node in streams.adds)
             inside = inside if blocks == 1 else None  # it ends a stack that a long skip goes around
         if ahead.identity:
-            return "post" if last is not None else "embedding"
+            return self._on_identity(vertex, root, last)
         if vertex in self._linked:  # a projection shortcut reads it too, so the stream itself stays as it is
             return "pre" if last is not None or vertex in streams.descends else "embedding"
         if inside is not None:
@@ -207,6 +207,39 @@ class _Placer:
             return "pre" if self._feeds_branches(ahead) else "embedding"
         return "qk" if self._is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
 
+    def _overwritten(self, value: int) -> list[int]:
+        """The parts of a value that was put together on its way from its root (some tokens replaced)."""
+        flow = self.flow
+        vertex, root = flow.vertex(value), flow.root[value]
+        parts: list[int] = []
+        while vertex >= 0 and vertex != root and flow.data[vertex] is not None:
+            if flow.names[vertex] in ("masked_scatter", "index_put", "where"):
+                parts.extend(flow.actives(vertex))
+            vertex = flow.vertex(flow.data[vertex] or 0)
+        return parts
+
+    def _on_identity(self, vertex: int, root: int, last: Add | None) -> NormPlacement:
+        """A norm that the next block's identity path starts from: of a block, of a whole stack, or of a new stream."""
+        if last is None or not self._all_from_blocks(root):
+            return "embedding"
+        reads_normed = any(
+            v in self.flow.norms and self._on_stream(self.flow.norms[v][1].inputs[0]) for v in last.interior
+        )
+        apart = self._relation(vertex, last.node)
+        return "final" if root == last.node and reads_normed and apart[1] > 0 and self._is_stack(vertex) else "post"
+
+    def _all_from_blocks(self, root: int) -> bool:
+        """Whether every part of a concatenation comes from some block of a stream."""
+        if root < 0 or self.flow.roles[root] is not Role.MERGE:
+            return True
+        return all(self.streams.last_add(self.flow.root[v]) is not None for v in self.flow.actives(root))
+
+    def _is_stack(self, vertex: int) -> bool:
+        """Whether the module that a norm is called in holds at least two blocks before it."""
+        caller = self._caller(vertex)
+        nodes = self.flow.trace.calls[caller].nodes if caller >= 0 else range(vertex)
+        return sum(nodes.start <= node < vertex for node in self.streams.adds) > 1
+
     def _innermost(self, vertex: int) -> Add | None:
         around = self.around.get(vertex)
         return min(around, key=lambda add: len(add.interior)) if around else None
@@ -216,14 +249,18 @@ class _Placer:
         flow = self.flow
         todo, seen = [value], set()
         while todo:
-            root = flow.root[todo.pop()]
-            if root in seen:
+            value = todo.pop()
+            root = flow.root[value]
+            if value in seen:
                 continue
-            seen.add(root)
+            seen.add(value)
             if root in self.streams.members:
                 return True
+            todo.extend(self._overwritten(value))
             if root >= 0 and flow.roles[root] is Role.MERGE:
                 todo.extend(flow.actives(root))
+            if root >= 0 and flow.names[root] == "sum" and flow.data[root] is not None:
+                todo.append(flow.data[root])  # the weighted sum of several copies of the stream
         return False
 
     def _after(self, vertex: int, root: int, last: Add, ahead: _Ahead) -> NormPlacement:
@@ -238,7 +275,15 @@ class _Placer:
             return "post"
         if any(link in flow.norms and self.seats.get(link) == "final" for link in self._norms_behind(root)):
             return "embedding" if vertex in self.streams.reaches and self._starts_stream(ahead) else "final"
-        return "pre" if self._rejoins(vertex, last) else "final"
+        if self._rejoins(vertex, last):
+            return "pre"
+        return "head" if self._compares(vertex, ahead) else "final"
+
+    def _compares(self, vertex: int, ahead: _Ahead) -> bool:
+        """Whether all that a norm feeds is a product with another norm's output (similarities of embeddings)."""
+        flow = self.flow
+        others = [v for mix, value in ahead.mixes for v in flow.actives(mix) if v != value]
+        return bool(others) and len(others) == len(ahead.mixes) and all(flow.root[v] in flow.norms for v in others)
 
     def _rejoins(self, vertex: int, last: Add) -> bool:
         """Whether what is computed from a norm comes back to the stream that it reads (a router, a correction)."""
@@ -387,7 +432,71 @@ class _Placer:
             return False
         if not ahead.scaled and all(self._scores(mix, value) for mix, value in ahead.mixes):
             return True
-        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes)
+        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes) or self._contracts(vertex)
+
+    def _contracts(self, vertex: int) -> bool:
+        """Whether a norm's output is multiplied elementwise by its counterpart's, as queries and keys are.
+
+        The counterpart is a norm of something made of the same activation, or the product is summed over the features.
+        """
+        flow = self.flow
+        width = flow.trace.values[flow.norms[vertex][1].output].shape[-1]
+        todo, seen = [flow.norms[vertex][1].output], set()
+        while todo:
+            value = todo.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            for user in flow.consumers.get(value, ()):
+                out = flow.trace.nodes[user].outputs[0]
+                if flow.trace.values[out].shape[-1:] != (width,):
+                    continue
+                if flow.roles[user] is Role.MUL:
+                    met = {n for v in flow.actives(user) if v != value for n in self._norms_in(v, width)}
+                    if any(self._same_source(vertex, n) for n in met - {vertex}) or (met and self._summed(out)):
+                        return True
+                if flow.roles[user] in (Role.MUL, Role.CARRY, Role.POOL):
+                    todo.append(out)
+        return False
+
+    def _same_source(self, vertex: int, other: int) -> bool:
+        """Whether two norms normalize maps of one activation."""
+        return bool(self._mapped_from(vertex) & self._mapped_from(other))
+
+    def _mapped_from(self, vertex: int) -> set[int]:
+        data = self.flow.data[vertex]
+        root = -1 if data is None else self.flow.root[data]
+        if root < 0 or self.flow.roles[root] is not Role.MIX:
+            return set()
+        return {self.flow.root[v] for v in self.flow.actives(root)}
+
+    def _norms_in(self, value: int, width: int) -> set[int]:
+        """The norms whose output a value is, perhaps scaled, weighted and summed over tokens."""
+        flow = self.flow
+        todo, seen, found = [value], set(), set()
+        while todo:
+            root = flow.root[todo.pop()]
+            if root in seen or root < 0:
+                continue
+            seen.add(root)
+            if root in flow.norms and flow.trace.values[flow.norms[root][1].output].shape[-1] == width:
+                found.add(root)
+            elif flow.roles[root] in (Role.MUL, Role.POOL):
+                todo.extend(flow.actives(root))
+        return found
+
+    def _summed(self, value: int) -> bool:
+        """Whether a product is summed over its last dim, possibly after further factors."""
+        flow = self.flow
+        for _ in range(4):
+            users = flow.consumers.get(value, [])
+            if any(flow.names[u] == "sum" and _over_last(flow.trace.nodes[u].args) for u in users):
+                return True
+            scaled = [u for u in users if flow.roles[u] in (Role.MUL, Role.CARRY)]
+            if not scaled:
+                return False
+            value = flow.trace.nodes[scaled[0]].outputs[0]
+        return False
 
     def _meets_norm(self, vertex: int, mix: int, value: int) -> bool:
         """Whether a product is of one normalized activation with another (queries and keys of a linear attention)."""
@@ -412,19 +521,20 @@ class _Placer:
         return root in flow.norms
 
     def _to_softmax(self, mix: int) -> bool:
-        """Whether a product becomes the logits of a softmax before anything else is mixed in."""
+        """Whether a product becomes the logits of a softmax, or of a selection, before anything else is mixed in."""
         flow = self.flow
-        todo, seen = list(flow.trace.nodes[mix].outputs), set()
+        todo, seen = [(value, 0) for value in flow.trace.nodes[mix].outputs], set()
         while todo:
-            value = todo.pop()
-            if value in seen:
+            value, mixes = todo.pop()
+            if (value, mixes) in seen:
                 continue
-            seen.add(value)
+            seen.add((value, mixes))
             for user in flow.consumers.get(value, ()):
-                if "softmax" in flow.names[user]:
+                if ("softmax" in flow.names[user] and mixes == 0) or flow.names[user] == "topk":
                     return True
-                if flow.roles[user] not in (Role.MIX, Role.NORM):
-                    todo.extend(flow.trace.nodes[user].outputs)
+                mixes_then = mixes + (flow.roles[user] is Role.MIX)
+                if mixes_then < 2 and flow.roles[user] is not Role.NORM:  # heads of a selection may be summed by a map
+                    todo.extend((out, mixes_then) for out in flow.trace.nodes[user].outputs)
         return False
 
     # ---- convolutions ----
@@ -432,6 +542,8 @@ class _Placer:
     def _is_conv(self, vertex: int, ahead: _Ahead, seat: NormPlacement) -> bool:
         flow = self.flow
         if seat in ("final", "head", "qk"):
+            if seat == "head" and self._follows_convolution(vertex):
+                return True
             batch = self._has_batch_statistics(vertex)
             return batch and seat != "qk" and self._fed_by_convolution(vertex)
         fed = self._fed_by_convolution(vertex)
@@ -477,6 +589,12 @@ class _Placer:
                 data = flow.actives(root)[0]
         return False
 
+    def _follows_convolution(self, vertex: int) -> bool:
+        """Whether a norm normalizes the very output of a convolution over space (a pyramid, a neck)."""
+        data = self.flow.data[vertex]
+        root = -1 if data is None else self.flow.root[data]
+        return self._is_conv_vertex(root) and len(self.flow.trace.values[self.flow.trace.nodes[root].outputs[0]].shape) > 3
+
     def _on_grid(self, add: Add) -> bool:
         """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only."""
         if not self._all_convolutions(add):
@@ -494,3 +612,8 @@ class _Placer:
             known = all(self._is_conv_vertex(v) for v in mixes) and any(flow.is_convolution(v) for v in mixes)
             self._conv_branch[add.node] = known
         return known
+
+
+def _over_last(args: tuple[object, ...]) -> bool:
+    """Whether a sum's arguments name the last dim."""
+    return len(args) > 1 and isinstance(args[1], list | tuple) and list(args[1]) == [-1]
