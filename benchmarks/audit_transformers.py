@@ -1,7 +1,7 @@
 """Audit the default config of every transformers model type, each in a process of its own, and table what came out.
 
-Run: python benchmarks/audit_transformers.py            every type on the meta device, docs/audit-coverage.md at the end
-     python benchmarks/audit_transformers.py llama t5   only these; --layers 2 cuts every stack, --out FILE keeps the rows
+Run: python benchmarks/audit_transformers.py            every type on the meta device, then docs/audit-coverage.md
+     python benchmarks/audit_transformers.py llama t5   only these; --layers 2 cuts stacks, --out FILE keeps rows
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def main() -> None:
 
     library = load.transformers()
     audit_type("llama", 1, "meta")  # what every process needs is imported once, before the forks
-    known = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out and given.out.exists() else []
+    known = (
+        [json.loads(line) for line in given.out.read_text().splitlines()] if given.out and given.out.exists() else []
+    )
     rows = {row["type"]: row for row in known}
     for kind in given.types or sorted(library.CONFIG_MAPPING.keys()):
         if kind in rows:

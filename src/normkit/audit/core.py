@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from normkit.audit import rules
-from normkit.audit.find import Occurrence, find_norms, weight_place
+from normkit.audit.find import Occurrence, find_norms, find_unreached, weight_place
 from normkit.audit.identify import Identification
 from normkit.audit.place import Branch, NormSite, place
 from normkit.audit.result import Audit, BranchRecord, NormRecord
-from normkit.audit.trace import trace
-from normkit.audit.trace.graph import Trace
+from normkit.audit.trace import trace_past_failures
+from normkit.audit.trace.graph import TensorInfo, Trace
 
 ROLES = ("weight", "bias", "running_mean", "running_var")
 
@@ -41,16 +43,17 @@ def audit(
         An `Audit`; ``to_dict()`` is its published JSON form.
 
     Raises:
-        AuditError: the model's forward raised, or holds parameters that are not initialized yet.
+        AuditError: the model's forward raised before any norm, or it holds parameters that are not initialized yet.
+            A submodule that raises later is named in ``failures``, and the rest is audited.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
     progress("running the model")
-    recorded = trace(model, example_args, example_kwargs)
+    recorded = trace_past_failures(model, example_args, example_kwargs)
     occurrences = find_norms(recorded, progress)
-    if recorded.error is not None:
+    if recorded.error is not None and not occurrences:
         raise AuditError(_refusal(model, recorded, example_args, example_kwargs)) from recorded.error
     progress("placing norms")
     placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
@@ -67,10 +70,21 @@ def audit(
         branches=branches,
         findings=rules.check(evidence),
         parameters=sum(p.numel() for p in parameters),
-        device=parameters[0].device.type if parameters else "cpu",
+        device=_device(recorded, parameters),
         failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
+        unreached=find_unreached(model, recorded),
         guesses=tuple(f"{g.op} in {g.module or 'the model'} was taken to be {g.value}" for g in recorded.guesses),
     )
+
+
+def _device(recorded: Trace, parameters: list[nn.Parameter]) -> str:
+    """Where the model's tensors lie: most of its parameters, or what it ran on if it has none."""
+    counts: Counter[str] = Counter()
+    for parameter in parameters:
+        counts[parameter.device.type] += parameter.numel()
+    for call in recorded.calls if not counts else ():
+        tree_map_only(TensorInfo, lambda info: counts.update([info.device.type]), (call.args, call.kwargs))
+    return counts.most_common(1)[0][0] if counts else "cpu"
 
 
 def _norm(found: Occurrence, recorded: Trace, placement: Any) -> NormRecord:

@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from normkit.audit.identify import Identification, identify
-from normkit.audit.identify.alike import alike
+from normkit.audit.identify.alike import PROJECTIONS, alike
 
-_PROJECTIONS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Torch's own classes, exactly, that need no measurement: none of them divides by a statistic."""
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -99,7 +97,7 @@ def norms_of(model: nn.Module) -> Iterator[tuple[nn.Module, Identification]]:
     known: dict[Any, Identification] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        if not own or type(module) in _PROJECTIONS:
+        if not own or type(module) in PROJECTIONS:
             continue
         key = alike(module)
         if key not in known:

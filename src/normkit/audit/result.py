@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from normkit.audit.find.unreached import Unreached
 from normkit.placement import NormPosition
 from normkit.spec import Kind, NormSpec
 
@@ -123,6 +124,8 @@ class Audit:
     device: str = "cpu"
     failures: tuple[str, ...] = ()
     """Submodules whose forward raised, each with the reason: what lies behind them was not seen."""
+    unreached: tuple[Unreached, ...] = ()
+    """Norm modules of which nothing ran, each with the reason."""
     guesses: tuple[str, ...] = ()
     """Values made up on the meta device, where the model's control flow asked for one."""
 
@@ -153,6 +156,7 @@ class Audit:
             "branches": [b.to_dict() for b in self.branches],
             "findings": [f.to_dict() for f in self.findings],
             "failures": list(self.failures),
+            "unreached": [u.to_dict() for u in self.unreached],
             "guesses": list(self.guesses),
         }
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from normkit.audit.identify.probe import has_values
 
+PROJECTIONS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Torch's own classes, exactly, that need no measurement: none of them divides by a statistic."""
 _MACHINERY = frozenset(vars(nn.Module()))
 """The attributes that every module has; parameters, buffers and submodules are compared on their own."""
 _HOOKS = tuple(name for name in _MACHINERY if name.endswith("_hooks"))

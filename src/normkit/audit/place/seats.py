@@ -13,6 +13,7 @@ from typing import Literal
 
 from normkit.audit.place.branches import Branch, describe
 from normkit.audit.place.flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
+from normkit.audit.place.scores import Ahead, Scores
 from normkit.audit.place.streams import Streams
 from normkit.audit.trace.graph import Trace
 
@@ -30,18 +31,6 @@ class PlaceResult:
     calls: dict[str, list[NormPlacement]] = field(default_factory=dict)  # per norm: one entry a call
     streams: dict[str, int] = field(default_factory=dict)  # per norm: the stream it serves, where there is one
     continued: set[int] = field(default_factory=set)  # streams that another one starts from
-
-
-@dataclass
-class _Ahead:
-    """What a norm's output becomes, looking through views, sums, gates and activations."""
-
-    identity: list[Add] = field(default_factory=list)
-    branch: list[Add] = field(default_factory=list)
-    mixes: list[tuple[int, int]] = field(default_factory=list)  # (vertex, the value that it takes)
-    activated: bool = False
-    scaled: bool = False  # a map is reached only through products with other activations
-    others: int = 0
 
 
 def module_norm(trace: Trace, name: str) -> NormSite:
@@ -92,6 +81,7 @@ class _Placer:
     def __init__(self, flow: Flow, streams: Streams) -> None:
         self.flow = flow
         self.streams = streams
+        self.scores = Scores(flow)
         self.seats: dict[int, NormPlacement] = {}  # by dataflow, before norms around convolutions are renamed
         self._conv_branch: dict[int, bool] = {}
         self._linked: dict[int, Add] = {}  # what both a branch and its projection shortcut read
@@ -157,7 +147,7 @@ class _Placer:
             call = self.flow.trace.calls[call].parent
         return [*found, -1]
 
-    def _opens_block(self, vertex: int, ahead: _Ahead, aheads: dict[int, _Ahead]) -> bool:
+    def _opens_block(self, vertex: int, ahead: Ahead, aheads: dict[int, Ahead]) -> bool:
         """The first norm of a stack whose blocks each begin by normalizing the stream itself."""
         if self._relation(vertex, ahead.identity[0].node)[0] != 0:
             return False
@@ -173,7 +163,7 @@ class _Placer:
 
     # ---- by dataflow ----
 
-    def _seat(self, vertex: int, ahead: _Ahead) -> NormPlacement:
+    def _seat(self, vertex: int, ahead: Ahead) -> NormPlacement:
         flow, streams = self.flow, self.streams
         data = flow.data[vertex]
         if data is None:  # normalizes a table, not an activation
@@ -194,7 +184,7 @@ class _Placer:
                 return "output"
             if on_stream:
                 return "pre"
-            return "qk" if self._is_qk(vertex, ahead) else "inner"
+            return "qk" if self.scores.is_qk(vertex, ahead) else "inner"
         if last is not None:
             return self._after(vertex, root, last, ahead)
         if vertex in streams.descends:
@@ -202,10 +192,10 @@ class _Placer:
                 return "embedding"
             if vertex not in streams.reaches and vertex in self.streams.leads_out:
                 return "head"
-            return "qk" if self._is_qk(vertex, ahead) else "inner"
+            return "qk" if self.scores.is_qk(vertex, ahead) else "inner"
         if vertex in streams.reaches:
             return "pre" if self._feeds_branches(ahead) else "embedding"
-        return "qk" if self._is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
+        return "qk" if self.scores.is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
 
     def _overwritten(self, value: int) -> list[int]:
         """The parts of a value that was put together on its way from its root (some tokens replaced)."""
@@ -259,11 +249,12 @@ class _Placer:
             todo.extend(self._overwritten(value))
             if root >= 0 and flow.roles[root] is Role.MERGE:
                 todo.extend(flow.actives(root))
-            if root >= 0 and flow.names[root] == "sum" and flow.data[root] is not None:
-                todo.append(flow.data[root])  # the weighted sum of several copies of the stream
+            summed = flow.data[root] if root >= 0 and flow.names[root] == "sum" else None
+            if summed is not None:
+                todo.append(summed)  # the weighted sum of several copies of the stream
         return False
 
-    def _after(self, vertex: int, root: int, last: Add, ahead: _Ahead) -> NormPlacement:
+    def _after(self, vertex: int, root: int, last: Add, ahead: Ahead) -> NormPlacement:
         """A norm on the stream behind the last block that it can see: final, or the post-norm of that block."""
         flow = self.flow
         stage = self._next_stage(vertex, last, ahead)
@@ -279,7 +270,7 @@ class _Placer:
             return "pre"
         return "head" if self._compares(vertex, ahead) else "final"
 
-    def _compares(self, vertex: int, ahead: _Ahead) -> bool:
+    def _compares(self, vertex: int, ahead: Ahead) -> bool:
         """Whether all that a norm feeds is a product with another norm's output (similarities of embeddings)."""
         flow = self.flow
         others = [v for mix, value in ahead.mixes for v in flow.actives(mix) if v != value]
@@ -302,7 +293,7 @@ class _Placer:
                 todo.extend(flow.trace.nodes[user].outputs)
         return False
 
-    def _opens_other_branch(self, vertex: int, last: Add, ahead: _Ahead) -> bool:
+    def _opens_other_branch(self, vertex: int, last: Add, ahead: Ahead) -> bool:
         """Whether a norm is the part of a branch of another stream that normalizes what that branch attends to."""
         caller = self._caller(vertex)
         if caller < 0 or not ahead.mixes or ahead.others or ahead.branch:
@@ -352,7 +343,7 @@ class _Placer:
                 return True
         return True
 
-    def _next_stage(self, vertex: int, last: Add, ahead: _Ahead) -> NormPlacement | None:
+    def _next_stage(self, vertex: int, last: Add, ahead: Ahead) -> NormPlacement | None:
         """A norm between two stages of a hierarchy: all it feeds is one map that changes the grid or the width."""
         flow = self.flow
         if ahead.branch or ahead.others or not ahead.mixes:
@@ -369,14 +360,14 @@ class _Placer:
                 return None
         return "conv" if any(flow.is_convolution(mix) for mix, _ in ahead.mixes) else "embedding"
 
-    def _feeds_branches(self, ahead: _Ahead) -> bool:
+    def _feeds_branches(self, ahead: Ahead) -> bool:
         """Whether all that a norm feeds are keys and values of branches (the context of a cross-attention)."""
         return bool(ahead.mixes) and all(
             any(vertex in self._inside for vertex, _ in self._ahead(mix).mixes) and not self._ahead(mix).identity
             for mix, _ in ahead.mixes
         )
 
-    def _starts_stream(self, ahead: _Ahead) -> bool:
+    def _starts_stream(self, ahead: Ahead) -> bool:
         """Whether what is computed from a norm becomes the start of another stream."""
         todo = [mix for mix, _ in ahead.mixes]
         seen: set[int] = set()
@@ -393,11 +384,11 @@ class _Placer:
 
     # ---- looking ahead ----
 
-    def _ahead(self, vertex: int) -> _Ahead:
+    def _ahead(self, vertex: int) -> Ahead:
         flow = self.flow
         call = flow.norms.get(vertex)
         outputs = (call[1].output,) if call else flow.trace.nodes[vertex].outputs
-        ahead = _Ahead()
+        ahead = Ahead()
         todo = [(value, True) for value in outputs]
         seen: set[int] = set()
         while todo:
@@ -426,120 +417,9 @@ class _Placer:
                 ahead.others += 1
         return ahead
 
-    def _is_qk(self, vertex: int, ahead: _Ahead) -> bool:
-        """Whether all that a norm feeds is one side of attention scores."""
-        if not ahead.mixes or ahead.branch:
-            return False
-        if not ahead.scaled and all(self._scores(mix, value) for mix, value in ahead.mixes):
-            return True
-        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes) or self._contracts(vertex)
-
-    def _contracts(self, vertex: int) -> bool:
-        """Whether a norm's output is multiplied elementwise by its counterpart's, as queries and keys are.
-
-        The counterpart is a norm of something made of the same activation, or the product is summed over the features.
-        """
-        flow = self.flow
-        width = flow.trace.values[flow.norms[vertex][1].output].shape[-1]
-        todo, seen = [flow.norms[vertex][1].output], set()
-        while todo:
-            value = todo.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            for user in flow.consumers.get(value, ()):
-                out = flow.trace.nodes[user].outputs[0]
-                if flow.trace.values[out].shape[-1:] != (width,):
-                    continue
-                if flow.roles[user] is Role.MUL:
-                    met = {n for v in flow.actives(user) if v != value for n in self._norms_in(v, width)}
-                    if any(self._same_source(vertex, n) for n in met - {vertex}) or (met and self._summed(out)):
-                        return True
-                if flow.roles[user] in (Role.MUL, Role.CARRY, Role.POOL):
-                    todo.append(out)
-        return False
-
-    def _same_source(self, vertex: int, other: int) -> bool:
-        """Whether two norms normalize maps of one activation."""
-        return bool(self._mapped_from(vertex) & self._mapped_from(other))
-
-    def _mapped_from(self, vertex: int) -> set[int]:
-        data = self.flow.data[vertex]
-        root = -1 if data is None else self.flow.root[data]
-        if root < 0 or self.flow.roles[root] is not Role.MIX:
-            return set()
-        return {self.flow.root[v] for v in self.flow.actives(root)}
-
-    def _norms_in(self, value: int, width: int) -> set[int]:
-        """The norms whose output a value is, perhaps scaled, weighted and summed over tokens."""
-        flow = self.flow
-        todo, seen, found = [value], set(), set()
-        while todo:
-            root = flow.root[todo.pop()]
-            if root in seen or root < 0:
-                continue
-            seen.add(root)
-            if root in flow.norms and flow.trace.values[flow.norms[root][1].output].shape[-1] == width:
-                found.add(root)
-            elif flow.roles[root] in (Role.MUL, Role.POOL):
-                todo.extend(flow.actives(root))
-        return found
-
-    def _summed(self, value: int) -> bool:
-        """Whether a product is summed over its last dim, possibly after further factors."""
-        flow = self.flow
-        for _ in range(4):
-            users = flow.consumers.get(value, [])
-            if any(flow.names[u] == "sum" and _over_last(flow.trace.nodes[u].args) for u in users):
-                return True
-            scaled = [u for u in users if flow.roles[u] in (Role.MUL, Role.CARRY)]
-            if not scaled:
-                return False
-            value = flow.trace.nodes[scaled[0]].outputs[0]
-        return False
-
-    def _meets_norm(self, vertex: int, mix: int, value: int) -> bool:
-        """Whether a product is of one normalized activation with another (queries and keys of a linear attention)."""
-        flow = self.flow
-        if vertex not in flow.normed_factors(value):
-            return False
-        width = flow.trace.values[flow.norms[vertex][1].output].shape[-1]
-        met = {root for other in flow.actives(mix) if other != value for root in flow.normed_factors(other)}
-        return any(flow.trace.values[flow.norms[root][1].output].shape[-1] == width for root in met - {vertex})
-
-    def _scores(self, mix: int, value: int) -> bool:
-        flow = self.flow
-        inputs = flow.inputs[mix]
-        if flow.names[mix].startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
-            return value in inputs[:2]
-        if len(flow.actives(mix)) < 2 and not (len(inputs) > 1 and inputs[0] == inputs[1]):
-            return False
-        if self._to_softmax(mix):
-            return True
-        other = next((v for v in flow.actives(mix) if v != value), value)
-        root = flow.root[other]
-        return root in flow.norms
-
-    def _to_softmax(self, mix: int) -> bool:
-        """Whether a product becomes the logits of a softmax, or of a selection, before anything else is mixed in."""
-        flow = self.flow
-        todo, seen = [(value, 0) for value in flow.trace.nodes[mix].outputs], set()
-        while todo:
-            value, mixes = todo.pop()
-            if (value, mixes) in seen:
-                continue
-            seen.add((value, mixes))
-            for user in flow.consumers.get(value, ()):
-                if ("softmax" in flow.names[user] and mixes == 0) or flow.names[user] == "topk":
-                    return True
-                mixes_then = mixes + (flow.roles[user] is Role.MIX)
-                if mixes_then < 2 and flow.roles[user] is not Role.NORM:  # heads of a selection may be summed by a map
-                    todo.extend((out, mixes_then) for out in flow.trace.nodes[user].outputs)
-        return False
-
     # ---- convolutions ----
 
-    def _is_conv(self, vertex: int, ahead: _Ahead, seat: NormPlacement) -> bool:
+    def _is_conv(self, vertex: int, ahead: Ahead, seat: NormPlacement) -> bool:
         flow = self.flow
         if seat in ("final", "head", "qk"):
             if seat == "head" and self._follows_convolution(vertex):
@@ -593,7 +473,9 @@ class _Placer:
         """Whether a norm normalizes the very output of a convolution over space (a pyramid, a neck)."""
         data = self.flow.data[vertex]
         root = -1 if data is None else self.flow.root[data]
-        return self._is_conv_vertex(root) and len(self.flow.trace.values[self.flow.trace.nodes[root].outputs[0]].shape) > 3
+        return (
+            self._is_conv_vertex(root) and len(self.flow.trace.values[self.flow.trace.nodes[root].outputs[0]].shape) > 3
+        )
 
     def _on_grid(self, add: Add) -> bool:
         """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only."""
@@ -612,8 +494,3 @@ class _Placer:
             known = all(self._is_conv_vertex(v) for v in mixes) and any(flow.is_convolution(v) for v in mixes)
             self._conv_branch[add.node] = known
         return known
-
-
-def _over_last(args: tuple[object, ...]) -> bool:
-    """Whether a sum's arguments name the last dim."""
-    return len(args) > 1 and isinstance(args[1], list | tuple) and list(args[1]) == [-1]
