@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.audit.inputs import InputError, guess_inputs, materialize
+from normkit.audit.inputs import InputError, complete, guess_inputs, materialize
 
 SENTENCES = (
     "A norm divides by a statistic of the activations.",
@@ -239,7 +239,7 @@ def _auto_classes(config: Any) -> tuple[str, ...]:
 def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: Mapping[str, Tensor] | None) -> Loaded:
     model.eval()
     try:
-        kwargs = dict(inputs) if inputs is not None else guess_inputs(model, config)
+        kwargs = complete(model, config, inputs or {})
     except InputError as error:
         raise ModelError(str(error)) from error
     kwargs = {key: materialize(value, device) for key, value in kwargs.items()}
