@@ -45,7 +45,7 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
         )
     if len(tries) == 1:
         return tries[0]
-    return next((given for given in tries if _runs(model, given)), tries[0])
+    return next((given for given in tries if runs(model, given)), tries[0])
 
 
 def complete(model: nn.Module, config: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,9 +93,10 @@ def _completed(inputs: dict[str, Tensor], config: Any, parameters: Mapping[str, 
     return inputs
 
 
-def _runs(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
+def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model runs on some inputs."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given: dict[str, Any] = {name: tensor.to(device) for name, tensor in inputs.items()}
+    given: dict[str, Any] = {name: materialize(value, str(device)) for name, value in inputs.items()}
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = False
     return trace(model, (), given).error is None
@@ -111,10 +112,8 @@ def _image_tokens(model: nn.Module, config: Any, pixels: Tensor) -> Tensor | Non
         return None
     width = getattr(getattr(config, "text_config", config), "hidden_size", None)
     made = [recorded.values[v].shape for v in recorded.outputs if recorded.values[v].shape[-1:] == (width,)]
-    if not made:
-        return None
-    count = math.prod(made[-1][:-1])
-    return torch.full((_BATCH, max(1, count // _BATCH)), token, dtype=torch.int64)
+    count = sum(math.prod(shape[:-1]) for shape in made)
+    return torch.full((_BATCH, count // _BATCH), token, dtype=torch.int64) if count else None
 
 
 class _ImageFeatures(nn.Module):

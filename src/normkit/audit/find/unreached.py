@@ -11,8 +11,8 @@ from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import PROJECTIONS, alike
 from normkit.audit.trace.graph import Trace
 
-_MANY_TENSORS = 6
-"""A norm holds a gain, a bias, running statistics and a counter at most."""
+_MANY_TENSORS, _LARGE = 6, 2**16
+"""A norm holds a gain, a bias, running statistics and a counter at most, none of them a matrix of a projection."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,12 @@ def find_unreached(model: nn.Module, trace: Trace) -> tuple[Unreached, ...]:
     known: dict[Any, Identification] = {}
     found: list[Unreached] = []
     for name, module in model.named_modules():
-        own = [n for n, _ in (*module.named_parameters(), *module.named_buffers())]
-        if id(module) in called or not own or len(own) > _MANY_TENSORS or any(f"{name}.{n}" in read for n in own):
+        own = dict((*module.named_parameters(), *module.named_buffers()))
+        if id(module) in called or not 0 < len(own) <= _MANY_TENSORS or any(f"{name}.{n}" in read for n in own):
             continue
-        if any(name.startswith(f"{other.name}.") for other in found) or type(module) in PROJECTIONS:
+        if any(t.numel() > _LARGE for t in own.values()) or any(type(m) in PROJECTIONS for m in module.modules()):
+            continue
+        if any(name.startswith(f"{other.name}.") for other in found):
             continue
         key = alike(module)
         if key not in known:
