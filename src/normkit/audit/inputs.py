@@ -95,17 +95,23 @@ def _completed(inputs: dict[str, Tensor], config: Any, parameters: Mapping[str, 
 
 def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Whether a model runs on some inputs."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given: dict[str, Any] = {name: materialize(value, str(device)) for name, value in inputs.items()}
+    device = _device(model)
+    given: dict[str, Any] = {name: materialize(value, device) for name, value in inputs.items()}
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = False
     return trace(model, (), given).error is None
 
 
+def _device(model: nn.Module) -> str:
+    """Meta as soon as one parameter is there: a model may make some of its parameters on a device of its own."""
+    devices = [str(p.device) for p in model.parameters()] or ["cpu"]
+    return "meta" if "meta" in devices else devices[0]
+
+
 def _image_tokens(model: nn.Module, config: Any, pixels: Tensor) -> Tensor | None:
     """Tokens that all stand for pieces of an image: as many as the model makes of these pixels."""
     token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    device = next(model.parameters()).device
+    device = _device(model)
     holder = _ImageFeatures(model)
     recorded = trace(holder, (pixels.to(device),))
     if token is None or recorded.error is not None or not recorded.outputs:
