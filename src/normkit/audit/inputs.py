@@ -149,6 +149,8 @@ def _needed_beside(model: nn.Module, main: str) -> tuple[str, ...]:
 
 def _layouts(name: str, config: Any) -> list[Tensor]:
     """The layouts in which an input of this name is given to models."""
+    if name in ("input", "inputs") and config is None:
+        return []
     if name in ("input_ids", "decoder_input_ids", "inputs", "input", "qformer_input_ids", "task_inputs"):
         return [_tokens(config, _LENGTH)]
     if name in ("bbox",):
