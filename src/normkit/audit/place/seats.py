@@ -13,6 +13,7 @@ from typing import Literal
 
 from normkit.audit.place.branches import Branch, describe
 from normkit.audit.place.flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
+from normkit.audit.place.scores import Ahead, Scores
 from normkit.audit.place.streams import Streams
 from normkit.audit.trace.graph import Trace
 
@@ -30,18 +31,6 @@ class PlaceResult:
     calls: dict[str, list[NormPlacement]] = field(default_factory=dict)  # per norm: one entry a call
     streams: dict[str, int] = field(default_factory=dict)  # per norm: the stream it serves, where there is one
     continued: set[int] = field(default_factory=set)  # streams that another one starts from
-
-
-@dataclass
-class _Ahead:
-    """What a norm's output becomes, looking through views, sums, gates and activations."""
-
-    identity: list[Add] = field(default_factory=list)
-    branch: list[Add] = field(default_factory=list)
-    mixes: list[tuple[int, int]] = field(default_factory=list)  # (vertex, the value that it takes)
-    activated: bool = False
-    scaled: bool = False  # a map is reached only through products with other activations
-    others: int = 0
 
 
 def module_norm(trace: Trace, name: str) -> NormSite:
@@ -92,6 +81,7 @@ class _Placer:
     def __init__(self, flow: Flow, streams: Streams) -> None:
         self.flow = flow
         self.streams = streams
+        self.scores = Scores(flow)
         self.seats: dict[int, NormPlacement] = {}  # by dataflow, before norms around convolutions are renamed
         self._conv_branch: dict[int, bool] = {}
         self._linked: dict[int, Add] = {}  # what both a branch and its projection shortcut read
@@ -157,7 +147,7 @@ class _Placer:
             call = self.flow.trace.calls[call].parent
         return [*found, -1]
 
-    def _opens_block(self, vertex: int, ahead: _Ahead, aheads: dict[int, _Ahead]) -> bool:
+    def _opens_block(self, vertex: int, ahead: Ahead, aheads: dict[int, Ahead]) -> bool:
         """The first norm of a stack whose blocks each begin by normalizing the stream itself."""
         if self._relation(vertex, ahead.identity[0].node)[0] != 0:
             return False
@@ -173,7 +163,7 @@ class _Placer:
 
     # ---- by dataflow ----
 
-    def _seat(self, vertex: int, ahead: _Ahead) -> NormPlacement:
+    def _seat(self, vertex: int, ahead: Ahead) -> NormPlacement:
         flow, streams = self.flow, self.streams
         data = flow.data[vertex]
         if data is None:  # normalizes a table, not an activation
@@ -185,7 +175,7 @@ class _Placer:
             blocks = sum(node in inside.interior for node in streams.adds)
             inside = inside if blocks == 1 else None  # it ends a stack that a long skip goes around
         if ahead.identity:
-            return "post" if last is not None else "embedding"
+            return self._on_identity(vertex, root, last)
         if vertex in self._linked:  # a projection shortcut reads it too, so the stream itself stays as it is
             return "pre" if last is not None or vertex in streams.descends else "embedding"
         if inside is not None:
@@ -194,7 +184,7 @@ class _Placer:
                 return "output"
             if on_stream:
                 return "pre"
-            return "qk" if self._is_qk(vertex, ahead) else "inner"
+            return "qk" if self.scores.is_qk(vertex, ahead) else "inner"
         if last is not None:
             return self._after(vertex, root, last, ahead)
         if vertex in streams.descends:
@@ -202,10 +192,43 @@ class _Placer:
                 return "embedding"
             if vertex not in streams.reaches and vertex in self.streams.leads_out:
                 return "head"
-            return "qk" if self._is_qk(vertex, ahead) else "inner"
+            return "qk" if self.scores.is_qk(vertex, ahead) else "inner"
         if vertex in streams.reaches:
             return "pre" if self._feeds_branches(ahead) else "embedding"
-        return "qk" if self._is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
+        return "qk" if self.scores.is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
+
+    def _overwritten(self, value: int) -> list[int]:
+        """The parts of a value that was put together on its way from its root (some tokens replaced)."""
+        flow = self.flow
+        vertex, root = flow.vertex(value), flow.root[value]
+        parts: list[int] = []
+        while vertex >= 0 and vertex != root and flow.data[vertex] is not None:
+            if flow.names[vertex] in ("masked_scatter", "index_put", "where"):
+                parts.extend(flow.actives(vertex))
+            vertex = flow.vertex(flow.data[vertex] or 0)
+        return parts
+
+    def _on_identity(self, vertex: int, root: int, last: Add | None) -> NormPlacement:
+        """A norm that the next block's identity path starts from: of a block, of a whole stack, or of a new stream."""
+        if last is None or not self._all_from_blocks(root):
+            return "embedding"
+        reads_normed = any(
+            v in self.flow.norms and self._on_stream(self.flow.norms[v][1].inputs[0]) for v in last.interior
+        )
+        apart = self._relation(vertex, last.node)
+        return "final" if root == last.node and reads_normed and apart[1] > 0 and self._is_stack(vertex) else "post"
+
+    def _all_from_blocks(self, root: int) -> bool:
+        """Whether every part of a concatenation comes from some block of a stream."""
+        if root < 0 or self.flow.roles[root] is not Role.MERGE:
+            return True
+        return all(self.streams.last_add(self.flow.root[v]) is not None for v in self.flow.actives(root))
+
+    def _is_stack(self, vertex: int) -> bool:
+        """Whether the module that a norm is called in holds at least two blocks before it."""
+        caller = self._caller(vertex)
+        nodes = self.flow.trace.calls[caller].nodes if caller >= 0 else range(vertex)
+        return sum(nodes.start <= node < vertex for node in self.streams.adds) > 1
 
     def _innermost(self, vertex: int) -> Add | None:
         around = self.around.get(vertex)
@@ -216,17 +239,22 @@ class _Placer:
         flow = self.flow
         todo, seen = [value], set()
         while todo:
-            root = flow.root[todo.pop()]
-            if root in seen:
+            value = todo.pop()
+            root = flow.root[value]
+            if value in seen:
                 continue
-            seen.add(root)
+            seen.add(value)
             if root in self.streams.members:
                 return True
+            todo.extend(self._overwritten(value))
             if root >= 0 and flow.roles[root] is Role.MERGE:
                 todo.extend(flow.actives(root))
+            summed = flow.data[root] if root >= 0 and flow.names[root] == "sum" else None
+            if summed is not None:
+                todo.append(summed)  # the weighted sum of several copies of the stream
         return False
 
-    def _after(self, vertex: int, root: int, last: Add, ahead: _Ahead) -> NormPlacement:
+    def _after(self, vertex: int, root: int, last: Add, ahead: Ahead) -> NormPlacement:
         """A norm on the stream behind the last block that it can see: final, or the post-norm of that block."""
         flow = self.flow
         stage = self._next_stage(vertex, last, ahead)
@@ -238,7 +266,15 @@ class _Placer:
             return "post"
         if any(link in flow.norms and self.seats.get(link) == "final" for link in self._norms_behind(root)):
             return "embedding" if vertex in self.streams.reaches and self._starts_stream(ahead) else "final"
-        return "pre" if self._rejoins(vertex, last) else "final"
+        if self._rejoins(vertex, last):
+            return "pre"
+        return "head" if self._compares(vertex, ahead) else "final"
+
+    def _compares(self, vertex: int, ahead: Ahead) -> bool:
+        """Whether all that a norm feeds is a product with another norm's output (similarities of embeddings)."""
+        flow = self.flow
+        others = [v for mix, value in ahead.mixes for v in flow.actives(mix) if v != value]
+        return bool(others) and len(others) == len(ahead.mixes) and all(flow.root[v] in flow.norms for v in others)
 
     def _rejoins(self, vertex: int, last: Add) -> bool:
         """Whether what is computed from a norm comes back to the stream that it reads (a router, a correction)."""
@@ -257,7 +293,7 @@ class _Placer:
                 todo.extend(flow.trace.nodes[user].outputs)
         return False
 
-    def _opens_other_branch(self, vertex: int, last: Add, ahead: _Ahead) -> bool:
+    def _opens_other_branch(self, vertex: int, last: Add, ahead: Ahead) -> bool:
         """Whether a norm is the part of a branch of another stream that normalizes what that branch attends to."""
         caller = self._caller(vertex)
         if caller < 0 or not ahead.mixes or ahead.others or ahead.branch:
@@ -307,7 +343,7 @@ class _Placer:
                 return True
         return True
 
-    def _next_stage(self, vertex: int, last: Add, ahead: _Ahead) -> NormPlacement | None:
+    def _next_stage(self, vertex: int, last: Add, ahead: Ahead) -> NormPlacement | None:
         """A norm between two stages of a hierarchy: all it feeds is one map that changes the grid or the width."""
         flow = self.flow
         if ahead.branch or ahead.others or not ahead.mixes:
@@ -324,14 +360,14 @@ class _Placer:
                 return None
         return "conv" if any(flow.is_convolution(mix) for mix, _ in ahead.mixes) else "embedding"
 
-    def _feeds_branches(self, ahead: _Ahead) -> bool:
+    def _feeds_branches(self, ahead: Ahead) -> bool:
         """Whether all that a norm feeds are keys and values of branches (the context of a cross-attention)."""
         return bool(ahead.mixes) and all(
             any(vertex in self._inside for vertex, _ in self._ahead(mix).mixes) and not self._ahead(mix).identity
             for mix, _ in ahead.mixes
         )
 
-    def _starts_stream(self, ahead: _Ahead) -> bool:
+    def _starts_stream(self, ahead: Ahead) -> bool:
         """Whether what is computed from a norm becomes the start of another stream."""
         todo = [mix for mix, _ in ahead.mixes]
         seen: set[int] = set()
@@ -348,11 +384,11 @@ class _Placer:
 
     # ---- looking ahead ----
 
-    def _ahead(self, vertex: int) -> _Ahead:
+    def _ahead(self, vertex: int) -> Ahead:
         flow = self.flow
         call = flow.norms.get(vertex)
         outputs = (call[1].output,) if call else flow.trace.nodes[vertex].outputs
-        ahead = _Ahead()
+        ahead = Ahead()
         todo = [(value, True) for value in outputs]
         seen: set[int] = set()
         while todo:
@@ -381,57 +417,13 @@ class _Placer:
                 ahead.others += 1
         return ahead
 
-    def _is_qk(self, vertex: int, ahead: _Ahead) -> bool:
-        """Whether all that a norm feeds is one side of attention scores."""
-        if not ahead.mixes or ahead.branch:
-            return False
-        if not ahead.scaled and all(self._scores(mix, value) for mix, value in ahead.mixes):
-            return True
-        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes)
-
-    def _meets_norm(self, vertex: int, mix: int, value: int) -> bool:
-        """Whether a product is of one normalized activation with another (queries and keys of a linear attention)."""
-        flow = self.flow
-        if vertex not in flow.normed_factors(value):
-            return False
-        width = flow.trace.values[flow.norms[vertex][1].output].shape[-1]
-        met = {root for other in flow.actives(mix) if other != value for root in flow.normed_factors(other)}
-        return any(flow.trace.values[flow.norms[root][1].output].shape[-1] == width for root in met - {vertex})
-
-    def _scores(self, mix: int, value: int) -> bool:
-        flow = self.flow
-        inputs = flow.inputs[mix]
-        if flow.names[mix].startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
-            return value in inputs[:2]
-        if len(flow.actives(mix)) < 2 and not (len(inputs) > 1 and inputs[0] == inputs[1]):
-            return False
-        if self._to_softmax(mix):
-            return True
-        other = next((v for v in flow.actives(mix) if v != value), value)
-        root = flow.root[other]
-        return root in flow.norms
-
-    def _to_softmax(self, mix: int) -> bool:
-        """Whether a product becomes the logits of a softmax before anything else is mixed in."""
-        flow = self.flow
-        todo, seen = list(flow.trace.nodes[mix].outputs), set()
-        while todo:
-            value = todo.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            for user in flow.consumers.get(value, ()):
-                if "softmax" in flow.names[user]:
-                    return True
-                if flow.roles[user] not in (Role.MIX, Role.NORM):
-                    todo.extend(flow.trace.nodes[user].outputs)
-        return False
-
     # ---- convolutions ----
 
-    def _is_conv(self, vertex: int, ahead: _Ahead, seat: NormPlacement) -> bool:
+    def _is_conv(self, vertex: int, ahead: Ahead, seat: NormPlacement) -> bool:
         flow = self.flow
         if seat in ("final", "head", "qk"):
+            if seat == "head" and self._follows_convolution(vertex):
+                return True
             batch = self._has_batch_statistics(vertex)
             return batch and seat != "qk" and self._fed_by_convolution(vertex)
         fed = self._fed_by_convolution(vertex)
@@ -476,6 +468,14 @@ class _Placer:
             if data is None and flow.roles[root] in (Role.MUL, Role.ADD, Role.MERGE) and root not in flow.adds:
                 data = flow.actives(root)[0]
         return False
+
+    def _follows_convolution(self, vertex: int) -> bool:
+        """Whether a norm normalizes the very output of a convolution over space (a pyramid, a neck)."""
+        data = self.flow.data[vertex]
+        root = -1 if data is None else self.flow.root[data]
+        return (
+            self._is_conv_vertex(root) and len(self.flow.trace.values[self.flow.trace.nodes[root].outputs[0]].shape) > 3
+        )
 
     def _on_grid(self, add: Add) -> bool:
         """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only."""

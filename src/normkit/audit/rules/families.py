@@ -73,7 +73,7 @@ def _parts(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 def measure(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
     """Audit small models of some types, as transformers builds them."""
     from normkit.audit import AuditError, audit
-    from normkit.audit.load import ModelError, build, transformers
+    from normkit.audit.load import ModelError, from_config, transformers
 
     library = transformers()
     found: dict[str, list[dict[str, Any]]] = {}
@@ -85,7 +85,7 @@ def measure(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
                     setattr(config, field, most)
             if getattr(config, "num_key_value_heads", 0) is None:
                 config.num_key_value_heads = config.num_attention_heads
-            loaded = build(name, config, "meta", None, lambda _: None)
+            loaded = from_config(name, config, "meta")
             result = audit(loaded.model, *loaded.args, select=["misleading-name"], **loaded.kwargs)
         except (ModelError, AuditError, Exception):  # a type that does not run so is not in the table
             continue
