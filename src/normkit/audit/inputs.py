@@ -54,6 +54,7 @@ def complete(model: nn.Module, config: Any, given: Mapping[str, Tensor]) -> dict
     Raises:
         InputError: nothing was given, and the model has no input that is known here.
     """
+    _check_names(model, given)
     if not given:
         return guess_inputs(model, config)
     parameters = inspect.signature(model.forward).parameters
@@ -63,6 +64,20 @@ def complete(model: nn.Module, config: Any, given: Mapping[str, Tensor]) -> dict
     guessed = {n: layouts[0] for n in wanted if (layouts := _layouts(n, config))}
     made = _completed({**guessed, **given}, config, parameters)
     return {**made, **given}
+
+
+def _check_names(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Refuse names that neither the model nor, where it passes keywords on, any part of it takes."""
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [name for name in given if name not in parameters]
+    if unknown and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        taken = {name for module in model.modules() for name in inspect.signature(module.forward).parameters}
+        unknown = [name for name in unknown if name not in taken]
+    if unknown:
+        raise InputError(
+            f"{type(model).__name__} takes no input {unknown[0]!r}; it takes "
+            f"{', '.join(n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD)}"
+        )
 
 
 def _candidates(model: nn.Module, config: Any, main: str, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:

@@ -43,7 +43,7 @@ class Row:
 
     def to_json(self) -> str:
         """One line of strict JSON; NaN and infinities become strings."""
-        return json.dumps(_encode(asdict(self)), allow_nan=False, ensure_ascii=False)
+        return json.dumps(encode(asdict(self)), allow_nan=False, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, line: str) -> Row:
@@ -106,14 +106,15 @@ class Claim:
 
 def task_key(claim: str, cell: Cell, seed: int, quick: bool) -> str:
     """One string for one measurement, the same before and after a trip through JSON."""
-    return json.dumps([claim, _encode(cell), seed, quick], sort_keys=True)
+    return json.dumps([claim, encode(cell), seed, quick], sort_keys=True)
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """Values that strict JSON holds: NaN and infinities become strings."""
     if isinstance(value, dict):
-        return {str(k): _encode(v) for k, v in value.items()}
+        return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_encode(v) for v in value]
+        return [encode(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from normkit.lab.claim import Claim, Row, Verdict, task_key
+from normkit.lab.claim import Claim, Row, Verdict, encode, task_key
 from normkit.lab.run import one_line
 
 
@@ -79,3 +81,13 @@ def _of_form(claim: Claim, rows: list[Row], *, quick: bool) -> Decision:
 
 def _seeds(rows: list[Row], quick: bool) -> set[int]:
     return {row.seed for row in rows if row.quick == quick}
+
+
+def to_json(decisions: Iterable[Decision]) -> str:
+    """The verdicts as JSON, by claim: what ``normkit advise --results`` reads. Claims without one are left out."""
+    verdicts: dict[str, Any] = {
+        d.claim.id: {"outcome": d.verdict.outcome, "because": d.verdict.because, "numbers": d.verdict.numbers}
+        for d in decisions
+        if d.verdict is not None
+    }
+    return json.dumps({"verdicts": encode(verdicts)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""Write a report: report.html (stands alone), report.md and the figures beside it."""
+"""Write a report: report.html (stands alone), report.md and the figures beside it, and the verdicts as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from normkit.lab.claim import Claim, Row
 from normkit.lab.report.content import Report, build
+from normkit.lab.verdicts import decide, to_json
 
 
 class ReportError(ValueError):
@@ -14,7 +15,7 @@ class ReportError(ValueError):
 
 
 def write(claims: Iterable[Claim], rows: list[Row], folder: Path) -> Report:
-    """Write ``report.html``, ``report.md`` and ``figures/*.svg`` into a folder.
+    """Write ``report.html``, ``report.md``, ``figures/*.svg`` and ``verdicts.json`` into a folder.
 
     The same rows give the same bytes. The page needs nothing beside itself; the Markdown shows the figures' files.
 
@@ -26,6 +27,7 @@ def write(claims: Iterable[Claim], rows: list[Row], folder: Path) -> Report:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ReportError(f"a report needs {error.name}: pip install 'normkit[lab]'") from error
+    claims = list(claims)
     report = build(claims, rows)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("normkit.lab.report", "."),
@@ -43,6 +45,8 @@ def write(claims: Iterable[Claim], rows: list[Row], folder: Path) -> Report:
         for name in ("report.html", "report.md"):
             text = environment.get_template(f"{name}.j2").render(report=report)
             (folder / name).write_text(text, encoding="utf-8")
+        verdicts = to_json(decide(claim, rows) for claim in claims)
+        (folder / "verdicts.json").write_text(verdicts, encoding="utf-8")
     except OSError as error:
         raise ReportError(f"cannot write to {folder}: {error.strerror}") from error
     return report
