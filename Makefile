@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_VERBOSITY ?= error
+FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-slow wheel bench lint format clean
+.PHONY: demo test test-slow wheel bench fuzz lint format clean
 
 # The extension is compiled against the installed torch, hence --no-build-isolation. Without a compiler, or with
 # NORMKIT_NO_NATIVE=1, the package has no extension and runs on plain PyTorch.
@@ -35,6 +36,11 @@ wheel: .venv/.installed ## one wheel for every Python and every torch >= 2.10 on
 
 bench: .venv/.installed ## the whole grid; BENCH="--norms layer_norm --threads 1" for a part of it
 	$(BIN)/python -m normkit.bench $(BENCH)
+
+fuzz: .venv/.installed ## the kernels on random cases under sanitizers; FUZZ_SECONDS=600 for each instruction set
+	$(BIN)/cmake -S csrc/tests -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) > /dev/null
+	$(BIN)/cmake --build build/fuzz
+	$(BIN)/python benchmarks/fuzz.py build/fuzz $(FUZZ_SECONDS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -1,6 +1,5 @@
 // Random shapes, strides, dtypes and options through every kernel, against plain double loops. Needs no framework:
-//   g++ -std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -march=native -ffp-contract=off
-//       -DNORMKIT_ISA=avx512 -DNORMKIT_TABLE=kTable ... csrc/tests/fuzz.cpp csrc/kernels/isa.cpp -o fuzz && ./fuzz SECONDS SEED
+// csrc/tests/CMakeLists.txt builds it for each instruction set with sanitizers; fuzz_LEVEL SECONDS SEED.
 // Every buffer has exactly the size it needs, so that a sanitizer sees a step outside.
 #include <chrono>
 #include <cmath>

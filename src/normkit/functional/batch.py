@@ -10,7 +10,7 @@ from torch import Tensor
 from normkit.checks import check_floating, check_mask, check_number, check_same_device
 from normkit.functional.core import add_residual, check_tensors, make_spec, write
 from normkit.functional.evaluate import compute, evaluate
-from normkit.functional.running import advance, moments
+from normkit.functional.running import advance, advance_in_place, moments
 from normkit.spec import Axes, Gate, NormSpec, OutputDtype, Rounding, check_eps
 
 
@@ -82,24 +82,10 @@ def batch_norm(
     digits for a large mean; an empty batch leaves the running statistics alone; a negative eps is refused.
     """
     stream = None if residual is None else add_residual(input, residual)
-    result = batch_norm_functional(
-        input if stream is None else stream,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        training,
-        momentum,
-        eps,
-        mask=mask,
-        weight_offset=weight_offset,
-        rounding=rounding,
-        output_dtype=output_dtype,
-        channel_dim=channel_dim,
-        gate=gate,
-        gate_kind=gate_kind,
-        skip_nonfinite=skip_nonfinite,
-    )
+    result = _batch_norm(
+        input if stream is None else stream, running_mean, running_var, weight, bias, training, momentum, eps, mask,
+        weight_offset, rounding, output_dtype, channel_dim, gate, gate_kind, skip_nonfinite, in_place=True,
+    )  # fmt: skip
     if training:
         store(running_mean, result.running_mean)
         store(running_var, result.running_var)
@@ -142,6 +128,33 @@ def batch_norm_functional(
     Differs from `torch.nn.functional.batch_norm`: under ``vmap``, ``jvp`` and ``jacrev`` that one's in-place update
     of an unbatched buffer is an error.
     """
+    return _batch_norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, mask, weight_offset, rounding,
+        output_dtype, channel_dim, gate, gate_kind, skip_nonfinite, in_place=False,
+    )  # fmt: skip
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    mask: Tensor | None,
+    weight_offset: float,
+    rounding: Rounding,
+    output_dtype: OutputDtype,
+    channel_dim: int,
+    gate: Tensor | None,
+    gate_kind: Gate,
+    skip_nonfinite: bool,
+    *,
+    in_place: bool,
+) -> BatchNormResult:
+    """`batch_norm_functional`; ``in_place`` allows the running statistics to be moved where they are."""
     check_floating("input", input)
     _check_running(input, running_mean, running_var, training, momentum)
     check_eps(eps)
@@ -154,7 +167,8 @@ def batch_norm_functional(
         y = compute(input, spec, weight, bias, gate=gate, mask=mask, running_mean=running_mean, running_var=running_var)
         return BatchNormResult(y, running_mean, running_var)
     check_more_than_one(input, spec, mask)
-    return _measured(input, spec, weight, bias, gate, mask, running_mean, running_var, momentum, skip_nonfinite)
+    return _measured(input, spec, weight, bias, gate, mask, running_mean, running_var, momentum, skip_nonfinite,
+                     in_place=in_place)  # fmt: skip
 
 
 def instance_norm(
@@ -283,13 +297,17 @@ def _measured(
     running_var: Tensor | None,
     momentum: float | Tensor,
     skip_nonfinite: bool,
+    *,
+    in_place: bool = False,
 ) -> BatchNormResult:
-    """Normalize by the input's own statistics; the running ones after it, out of place."""
+    """Normalize by the input's own statistics; the running ones after it, out of place if not ``in_place``."""
     if running_mean is None or running_var is None or x.numel() == 0:
         y = compute(x, spec, weight, bias, gate=gate, mask=mask)
         return BatchNormResult(y, running_mean, running_var)
     y, found = evaluate(x, spec, weight, bias, gate=gate, mask=mask)
     assert found is not None
+    if in_place and not skip_nonfinite and advance_in_place(running_mean, running_var, found, spec, momentum):
+        return BatchNormResult(y, running_mean, running_var)
     new = advance(running_mean, running_var, moments(found, spec, x.dim()), momentum, skip_nonfinite=skip_nonfinite)
     return BatchNormResult(y, new[0], new[1])
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normkit import ops
+from normkit.functional.evaluate import kernels_take
 from normkit.reference import Statistics
 from normkit.spec import NormSpec
 
@@ -60,6 +62,23 @@ def _per_channel(value: Tensor, channel: int, held: Tensor | None) -> Tensor:
         return rows.mean(1)
     kept = held.movedim(channel, 0).flatten(1)
     return torch.where(kept, rows, 0).sum(1) / kept.sum(1).clamp_min(1)
+
+
+def advance_in_place(
+    running_mean: Tensor, running_var: Tensor, found: Statistics, spec: NormSpec, step: float | Tensor
+) -> bool:
+    """Whether one operator moved both, as `advance` would have: for statistics that a kernel measured over a batch."""
+    if spec.axes != "batch" or torch.compiler.is_compiling() or isinstance(step, Tensor):
+        return False
+    mean, var, count = found
+    measured = isinstance(count, Tensor) and count.dtype == mean.dtype == var.dtype == torch.float64
+    held = running_mean.shape == running_var.shape and running_mean.is_contiguous() and running_var.is_contiguous()
+    if not measured or not held or not kernels_take(running_mean, running_var, mean, var, count):
+        return False
+    if mean.numel() != running_mean.numel():
+        return False
+    ops.update_running(running_mean, running_var, mean.flatten(), var.flatten(), count.flatten(), float(step))
+    return True
 
 
 def advance(

@@ -11,7 +11,7 @@ from torch import Tensor
 from normkit.checks import check_same_device
 from normkit.functional.batch import holds_one, refuse_one, store
 from normkit.functional.evaluate import compute, evaluate
-from normkit.functional.running import Moments, advance, moments
+from normkit.functional.running import advance, advance_in_place, moments
 from normkit.reference import Statistics, align_mask, output_dtype
 from normkit.spec import NormSpec
 
@@ -89,7 +89,7 @@ def normalize_batch(
     if module.running_mean is not None and not empty and not recomputing():
         with torch.no_grad():
             counted = spec.axes == "batch" or momentum is None  # torch's instance norms count nothing
-            _move(module, moments(found, spec, x.dim()), momentum, skip_nonfinite, counted)
+            _move(module, found, spec, x.dim(), momentum, skip_nonfinite, counted, masked=mask is not None)
     return y
 
 
@@ -126,7 +126,15 @@ def check_momentum(momentum: float | None) -> float | None:
 
 
 def _move(
-    module: KeepsRunningStatistics, batch: Moments, momentum: float | None, skip_nonfinite: bool, count: bool
+    module: KeepsRunningStatistics,
+    found: Statistics,
+    spec: NormSpec,
+    ndim: int,
+    momentum: float | None,
+    skip_nonfinite: bool,
+    count: bool,
+    *,
+    masked: bool,
 ) -> None:
     assert module.running_mean is not None
     assert module.running_var is not None
@@ -134,8 +142,16 @@ def _move(
     step: float | Tensor = 0.0 if momentum is None else momentum
     if momentum is None and tracked is not None:
         step = 1 / (tracked + 1).to(torch.promote_types(module.running_mean.dtype, torch.float32))
-    mean, var, counted = advance(module.running_mean, module.running_var, batch, step, skip_nonfinite=skip_nonfinite)
-    store(module.running_mean, mean)
-    store(module.running_var, var)
+    counted: Tensor | bool = True
+    if not skip_nonfinite and advance_in_place(module.running_mean, module.running_var, found, spec, step):
+        if masked and isinstance(found.count, Tensor):
+            counted = found.count.flatten()[0] > 0
+    else:
+        batch = moments(found, spec, ndim)
+        mean, var, counted = advance(
+            module.running_mean, module.running_var, batch, step, skip_nonfinite=skip_nonfinite
+        )
+        store(module.running_mean, mean)
+        store(module.running_var, var)
     if tracked is not None and count:
         tracked.add_(counted)
