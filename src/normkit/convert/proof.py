@@ -190,13 +190,21 @@ def check(found: Difference, allowed: Difference, conversion: str) -> None:
     Raises:
         ConversionError: with both values.
     """
+    what = exceeding(found, allowed)
+    if what:
+        raise ConversionError(
+            f"{conversion} is undone: the model's {what} would be off by {getattr(found, what):.2g} of their largest, "
+            f"and {getattr(allowed, what):.2g} is allowed"
+        )
+
+
+def exceeding(found: Difference, allowed: Difference) -> str:
+    """``"outputs"`` or ``"gradients"``, whichever is farther off than allowed; else ``""``."""
     for what in ("outputs", "gradients"):
-        off, limit = getattr(found, what), getattr(allowed, what)
-        if off is not None and not off <= limit:
-            raise ConversionError(
-                f"{conversion} is undone: the model's {what} would be off by {off:.2g} of their largest, and "
-                f"{limit:.2g} is allowed"
-            )
+        off = getattr(found, what)
+        if off is not None and not off <= getattr(allowed, what):
+            return what
+    return ""
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
