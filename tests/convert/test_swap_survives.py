@@ -110,7 +110,7 @@ def test_compiled(build: Callable[..., tuple[nn.Module, Tensor]], first: str, tr
     plain.train(training), model.train(training)
     if (
         training and build is image
-    ):  # 1 / num_batches_tracked is a number that torch's own forward cannot be traced with
+    ):  # torch's own forward divides by a count, which cannot be traced
         plain.cumulative.momentum = model.cumulative.momentum = 0.3
     expected = outputs_of(plain, x)
     torch.compiler.reset()
