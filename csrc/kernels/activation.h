@@ -9,7 +9,7 @@ namespace normkit::NORMKIT_ISA {
 // Below -87 the result stays at about 1e-38 where the true one shrinks on; NaN stays NaN.
 NORMKIT_INLINE VecF exp_of(const VecF& x) {
   VecF r;
-  for (int i = 0; i < VecF::kParts; ++i) {
+  NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) {
     VecF::Native v = x.part[i];
     v = v > 88.0f ? (VecF::Native{} + 88.0f) : v;
     v = v < -87.0f ? (VecF::Native{} - 87.0f) : v;
@@ -29,7 +29,7 @@ NORMKIT_INLINE VecF exp_of(const VecF& x) {
 }
 NORMKIT_INLINE Vec<double> exp_of(const Vec<double>& x) {
   Vec<double> r;
-  for (int i = 0; i < Vec<double>::kParts; ++i)
+  NORMKIT_UNROLL for (int i = 0; i < Vec<double>::kParts; ++i)
     for (int k = 0; k < Vec<double>::kPartLanes; ++k) r.part[i][k] = __builtin_exp(x.part[i][k]);
   return r;
 }

@@ -66,18 +66,20 @@ NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
 template <class A>
 NORMKIT_INLINE Vec<A> load(const A* p, Full) {
   Vec<A> r;
-  memcpy(r.part, p, 64);
+  NORMKIT_UNROLL for (int i = 0; i < Vec<A>::kParts; ++i)
+    memcpy(&r.part[i], p + i * Vec<A>::kPartLanes, kNativeBytes);
   return r;
 }
 template <class A>
 NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
-  memcpy(p, v.part, 64);
+  NORMKIT_UNROLL for (int i = 0; i < Vec<A>::kParts; ++i)
+    memcpy(p + i * Vec<A>::kPartLanes, &v.part[i], kNativeBytes);
 }
 
 #define NORMKIT_HALF(T)                                                      \
   NORMKIT_INLINE VecF load(const T* p, Full) {                               \
     VecF r;                                                                  \
-    for (int i = 0; i < VecF::kParts; ++i) {                                 \
+    NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) {                                 \
       U16 h;                                                                 \
       memcpy(&h, p + i * VecF::kPartLanes, sizeof h);                        \
       r.part[i] = widen(h, T{});                                             \
@@ -85,14 +87,14 @@ NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
     return r;                                                                \
   }                                                                          \
   NORMKIT_INLINE void store(T* p, const VecF& v, Full) {                     \
-    for (int i = 0; i < VecF::kParts; ++i) {                                 \
+    NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) {                                 \
       const U16 h = narrow(v.part[i], T{});                                  \
       memcpy(p + i * VecF::kPartLanes, &h, sizeof h);                        \
     }                                                                        \
   }                                                                          \
   NORMKIT_INLINE VecF round_to(const VecF& v, T) {                           \
     VecF r;                                                                  \
-    for (int i = 0; i < VecF::kParts; ++i) r.part[i] = widen(narrow(v.part[i], T{}), T{}); \
+    NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) r.part[i] = widen(narrow(v.part[i], T{}), T{}); \
     return r;                                                                \
   }
 NORMKIT_HALF(bfloat16)

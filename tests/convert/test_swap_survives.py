@@ -108,6 +108,10 @@ def test_compiled(build: Callable[..., tuple[nn.Module, Tensor]], first: str, tr
     plain, x = build()
     model, _ = build()
     plain.train(training), model.train(training)
+    if (
+        training and build is image
+    ):  # torch's own forward divides by a count, which cannot be traced
+        plain.cumulative.momentum = model.cumulative.momentum = 0.3
     expected = outputs_of(plain, x)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -133,6 +137,16 @@ def test_compiled(build: Callable[..., tuple[nn.Module, Tensor]], first: str, tr
     receipt.undo()
     torch.compiler.reset()
     close(outputs_of(torch.compile(model, fullgraph=True, backend="aot_eager"), x), expected, 1e-6)
+
+
+def test_a_cumulative_mean_compiles_once_swapped() -> None:
+    plain, x = image()
+    model, _ = image()
+    plain.train(), model.train()
+    swap(model, x, **QUICK)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(outputs_of(compiled, x), outputs_of(plain, x), TOLERANCE[torch.float32])
 
 
 def test_swapping_after_compilation_takes_effect_at_once() -> None:
@@ -200,7 +214,7 @@ def test_double_backward() -> None:
         leaf = x.clone().requires_grad_()
         (g,) = torch.autograd.grad(net(leaf)["hidden"].square().sum(), leaf, create_graph=True)
         found.append(torch.autograd.grad(g.square().sum(), leaf)[0])
-    close(found[:1], found[1:], 1e-9)
+    close(found[:1], found[1:], 1e-5)  # norms that compute in float32 whatever comes, differentiated twice
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from normkit import ops
 from tests.ops.test_rows import randn
@@ -55,6 +56,41 @@ def test_gradcheck(name: str) -> None:
     inputs = [t.requires_grad_() for t in inputs_of(name)]
     assert torch.autograd.gradcheck(f, inputs)
     assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case[3]])
+def test_a_recorded_gradient_where_one_input_is_computed_from_another(name: str) -> None:
+    """A gradient that arrived through both counted twice (gradgradcheck alone does not see it)."""
+    op = CASES[name][0]
+    x, w = (randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((3, 4), (4,)))
+
+    def call(x: Tensor, w: Tensor, second: Callable[[Tensor], Tensor]) -> Tensor:
+        return first(op(x, second(x), w * x[0].exp(), None))
+
+    for second in (lambda t: t, lambda t: t.sin()):
+        y = call(x, w, second).square().sum()
+        plain = torch.autograd.grad(y, (x, w), retain_graph=True)
+        recorded = torch.autograd.grad(y, (x, w), create_graph=True)
+        for a, b in zip(recorded, plain, strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+        assert torch.autograd.gradgradcheck(lambda a, b, s=second: call(a, b, s), (x, w))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_records_all_that_is_computed_again(name: str) -> None:
+    """It is computed again when the norm's backward unpacks what it saved: with recording on."""
+    op, _, shape, two = CASES[name]
+    tensors = [randn(*shape, seed=i).requires_grad_() for i in range(2 if two else 1)]
+    n = shape[1]
+    parameters = [randn(n, seed=i + 5).requires_grad_() for i in range(2)]
+
+    def block(*inputs: Tensor) -> Tensor:
+        return first(op(*(t.sin() for t in inputs[:-2]), *inputs[-2:]))  # the norm comes last: its backward is first
+
+    inputs = (*tensors, *parameters)
+    expected = torch.autograd.grad(block(*inputs).sum(), inputs, allow_unused=True)
+    got = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False).sum(), inputs, allow_unused=True)  # type: ignore[union-attr]
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

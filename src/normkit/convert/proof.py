@@ -50,7 +50,7 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, g
         gradients: whether to run backward.
     """
     leaves: dict[str, Tensor] = {}
-    args, kwargs = _fresh(args, leaves if gradients else None), _fresh(dict(kwargs), leaves if gradients else None)
+    args, kwargs = fresh(args, leaves if gradients else None), fresh(dict(kwargs), leaves if gradients else None)
     with restored(), same_attributes(model), same_buffers(model) as changed, torch.set_grad_enabled(gradients):
         before = torch.get_rng_state()
         outputs = floats_in(model(*args, **kwargs))
@@ -62,7 +62,7 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, g
 def step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool) -> None:
     """One call to be timed, with backward or without."""
     with torch.set_grad_enabled(gradients):
-        outputs = floats_in(model(*_fresh(args, None), **_fresh(dict(kwargs), None)))
+        outputs = floats_in(model(*fresh(args), **fresh(dict(kwargs))))
         if gradients:
             _gradients(model, outputs, {})
 
@@ -84,7 +84,7 @@ def direction(y: Tensor) -> Tensor:
     return numbers.to(device=y.device, dtype=y.dtype)
 
 
-def _fresh(value: Any, leaves: dict[str, Tensor] | None, name: str = "input") -> Any:
+def fresh(value: Any, leaves: dict[str, Tensor] | None = None, name: str = "input") -> Any:
     """A copy of example arguments, which a forward may write into; its floating tensors collected to take gradients."""
     if isinstance(value, Tensor):
         made = value.detach().clone()
@@ -92,9 +92,9 @@ def _fresh(value: Any, leaves: dict[str, Tensor] | None, name: str = "input") ->
             leaves[f"{name} {len(leaves)}"] = made.requires_grad_()
         return made
     if type(value) in (list, tuple):
-        return type(value)(_fresh(v, leaves, name) for v in value)
+        return type(value)(fresh(v, leaves, name) for v in value)
     if type(value) is dict:
-        return {k: _fresh(v, leaves, str(k)) for k, v in value.items()}
+        return {k: fresh(v, leaves, str(k)) for k, v in value.items()}
     try:
         return copy.deepcopy(value)
     except Exception:  # a lock, a file: shared then
@@ -190,13 +190,21 @@ def check(found: Difference, allowed: Difference, conversion: str) -> None:
     Raises:
         ConversionError: with both values.
     """
+    what = exceeding(found, allowed)
+    if what:
+        raise ConversionError(
+            f"{conversion} is undone: the model's {what} would be off by {getattr(found, what):.2g} of their largest, "
+            f"and {getattr(allowed, what):.2g} is allowed"
+        )
+
+
+def exceeding(found: Difference, allowed: Difference) -> str:
+    """``"outputs"`` or ``"gradients"``, whichever is farther off than allowed; else ``""``."""
     for what in ("outputs", "gradients"):
-        off, limit = getattr(found, what), getattr(allowed, what)
-        if off is not None and not off <= limit:
-            raise ConversionError(
-                f"{conversion} is undone: the model's {what} would be off by {off:.2g} of their largest, and "
-                f"{limit:.2g} is allowed"
-            )
+        off = getattr(found, what)
+        if off is not None and not off <= getattr(allowed, what):
+            return what
+    return ""
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:

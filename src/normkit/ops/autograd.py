@@ -50,6 +50,22 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def _apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors, each as a node of its own: one may be another (x its own gate) or be computed from it, and then a
+    gradient must not arrive by both ways."""
+    return tuple(t.view_as(t) if t is not None and t.requires_grad else t for t in tensors)
+
+
+class _Saved:
+    """A context whose saved tensors are already unpacked: unpacking may run code that autograd must record."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
 def _gradients(y: Tensor, tensors: Sequence[Tensor | None], grad: Tensor) -> list[Tensor | None]:
     """Differentiable gradients of y, aligned with ``tensors``."""
     present = [t for t in tensors if t is not None and t.requires_grad]
@@ -79,8 +95,9 @@ def _make_function(
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             return differentiable(ctx, *grads)
+        saved = _Saved(ctx)  # a checkpoint computes them again here
         with _BelowAutograd():
-            return backward_formula(ctx, *grads)
+            return backward_formula(saved, *grads)
 
     return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply  # type: ignore[attr-defined]
 
@@ -90,7 +107,7 @@ def _make_function(
 
 def _row_again(plain: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
     def differentiable(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, *_ = ctx.saved_tensors
+        x, weight, bias, *_ = _apart(*ctx.saved_tensors)
         y = plain(x, weight, bias, ctx.eps, ctx.weight_offset, ctx.gain_in_input, ctx.round_before_gain, ctx.dtype)
         return *_gradients(y, (x, weight, bias), grad), *(None,) * 5
 
@@ -103,7 +120,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _add_again(plain: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
     def differentiable(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Any, ...]:
-        total, weight, bias, *_ = ctx.saved_tensors
+        total, weight, bias, *_ = _apart(*ctx.saved_tensors)
         d = [None, None, None]
         if grad is not None:
             y = plain(total, weight, bias, ctx.eps, ctx.weight_offset, ctx.gain_in_input, False, _wide(total))
@@ -115,19 +132,19 @@ def _add_again(plain: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
 
 
 def _gated_again(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, gate, weight, _ = ctx.saved_tensors
+    x, gate, weight, _ = _apart(*ctx.saved_tensors)
     y = ref.gated_rms_norm_reference(x, gate, weight, *ctx.options)
     return *_gradients(y, (x, gate, weight), grad), *(None,) * 6
 
 
 def _group_again(ctx: Any, grad: Tensor, *statistics: Tensor | None) -> tuple[Any, ...]:
-    x, weight, bias, *_ = ctx.saved_tensors
+    x, weight, bias, *_ = _apart(*ctx.saved_tensors)
     y = ref.group_norm_reference(x, weight, bias, ctx.groups, ctx.eps)
     return *_gradients(y, (x, weight, bias), grad), None, None
 
 
 def _batch_train_again(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
-    x, weight, bias, mask, *_ = ctx.saved_tensors
+    x, weight, bias, mask, *_ = _apart(*ctx.saved_tensors)
     if grad is None:
         return (None,) * 5
     y = ref.batch_norm_train_reference(x, weight, bias, mask, ctx.eps)[0]
@@ -135,14 +152,14 @@ def _batch_train_again(ctx: Any, grad: Tensor | None, *statistics: Tensor | None
 
 
 def _batch_frozen_again(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, mean, variance, weight, bias, mask = ctx.saved_tensors
+    x, mean, variance, weight, bias, mask = _apart(*ctx.saved_tensors)
     y = ref.batch_norm_reference(x, mean, variance, weight, bias, mask, ctx.eps)
     dx, dweight, dbias = _gradients(y, (x, weight, bias), grad)
     return dx, None, None, dweight, dbias, None, None
 
 
 def _channel_layer_again(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight, bias, *_ = ctx.saved_tensors
+    x, weight, bias, *_ = _apart(*ctx.saved_tensors)
     y = ref.channel_layer_norm_reference(x, weight, bias, ctx.eps)
     return *_gradients(y, (x, weight, bias), grad), None
 
