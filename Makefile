@@ -26,7 +26,7 @@ demo: .venv/.installed ## audit a real model on real sentences, then a 7-billion
 
 # The HTML report is also rendered in a browser where Debian has one (apt-get install chromium).
 test: .venv/.installed ## the whole suite
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
