@@ -140,7 +140,7 @@ def test_placements(to):
     kept = {id(p) for p in model.parameters()}
     assert all(id(p) in kept for p in projections.values()), "every projection means the same in every wiring"
     found = {b.placement for b in normkit.audit(model, IDS).branches}
-    same = {"mix": {"post", "pre"}, "resi_dual": {"post", "none"}, "parallel": {"pre"}}
+    same = {"mix": {"post", "pre"}, "resi_dual": {"post", "none"}, "parallel": {"parallel"}}
     assert found == same.get(to, {to}), found
     assert apart(outputs(model, IDS), before) == pytest.approx(receipt.errors.original.outputs, rel=1e-3)
     assert receipt.errors.original.outputs > 0.01
