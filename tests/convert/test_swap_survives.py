@@ -108,9 +108,7 @@ def test_compiled(build: Callable[..., tuple[nn.Module, Tensor]], first: str, tr
     plain, x = build()
     model, _ = build()
     plain.train(training), model.train(training)
-    if (
-        training and build is image
-    ):  # torch's own forward divides by a count, which cannot be traced
+    if training and build is image:  # torch's own forward divides by a count, which cannot be traced
         plain.cumulative.momentum = model.cumulative.momentum = 0.3
     expected = outputs_of(plain, x)
     torch.compiler.reset()

@@ -6,7 +6,6 @@ import typer
 
 from normkit.cli import audit, convert, env, explain, swap
 
-
 app = typer.Typer(
     name="normkit",
     help="The normalization toolkit for PyTorch.",
