@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import audit, convert, env, explain, swap
+from normkit.cli import advise, audit, convert, diff, env, explain, lab, rules, swap
 
 app = typer.Typer(
     name="normkit",

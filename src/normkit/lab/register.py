@@ -21,12 +21,17 @@ from normkit.spec import NAMED, TORCH_LAYER, TORCH_RMS, NormSpec
 MakeNorm = Callable[[int], nn.Module]
 """The number of features to a module that normalizes ``(..., features)``."""
 
+
+def _takes_one_input(spec: NormSpec) -> bool:
+    return spec.axes == "features" and spec.channel_dim == -1 and spec.gate is None
+
+
 BUILT_IN: dict[str, NormSpec] = {
     "layer": TORCH_LAYER,
     "rms": TORCH_RMS.replace(eps=1e-6),
-    **{name: spec for name, spec in NAMED.items() if spec.axes == "features" and spec.channel_dim == -1},
+    **{name: spec for name, spec in NAMED.items() if _takes_one_input(spec)},
 }
-"""The built-in norms over features, by the names that ``--norm`` takes."""
+"""The built-in norms of one input over features, by the names that ``--norm`` takes."""
 
 _REGISTERED: dict[str, object] = {}
 
