@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -51,6 +52,14 @@ def close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
         assert float((a.double() - b.double()).abs().max()) <= tolerance * max(size, 1.0)
 
 
+def no_further(got: list[Tensor], before: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    """As near to float64 as the original, or within a tolerance of it."""
+    for a, b, e in zip(got, before, exact, strict=True):
+        size = max(float(e.abs().max()), 1.0)
+        ours, theirs = (float((t.double() - e).abs().max()) / size for t in (a, b))
+        assert a.dtype == b.dtype and ours <= max(theirs, tolerance)
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", BUILDS)
@@ -58,13 +67,17 @@ def test_the_same_numbers_on_kernels(name: str, dtype: torch.dtype, training: bo
     build, expected = BUILDS[name]
     model, x = build(dtype)
     model.train(training)
+    exact = outputs_of(copy.deepcopy(model).double(), x.double())
     before = outputs_of(model, x)
     receipt = swap(model, x, **QUICK)
     assert set(receipt.swapped) == expected, receipt.skipped
     assert receipt.skipped == ()
     after, operators = called(outputs_of, model, x)
     assert len(operators) >= 3
-    close(after, before, TOLERANCE[dtype])
+    if dtype == torch.bfloat16:  # torch's own sums of gradients can be off by a quarter, where one thread sums all
+        no_further(after, before, exact, TOLERANCE[dtype])
+    else:
+        close(after, before, TOLERANCE[dtype])
     assert receipt.errors is not None
     measured, noise = receipt.errors.original, receipt.errors.noise
     assert (measured.outputs or 0) + (measured.gradients or 0) > 0
