@@ -71,9 +71,10 @@ def advance_in_place(
     if spec.axes != "batch" or torch.compiler.is_compiling() or isinstance(step, Tensor):
         return False
     mean, var, count = found
-    measured = isinstance(count, Tensor) and count.dtype == mean.dtype == var.dtype == torch.float64
+    if not isinstance(count, Tensor) or not count.dtype == mean.dtype == var.dtype == torch.float64:
+        return False
     held = running_mean.shape == running_var.shape and running_mean.is_contiguous() and running_var.is_contiguous()
-    if not measured or not held or not kernels_take(running_mean, running_var, mean, var, count):
+    if not held or not kernels_take(running_mean, running_var, mean, var, count):
         return False
     if mean.numel() != running_mean.numel():
         return False

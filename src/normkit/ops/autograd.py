@@ -50,7 +50,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _apart(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors, each as a node of its own: one may be another (x its own gate) or be computed from it, and then a
     gradient must not arrive by both ways."""
     return tuple(t.view_as(t) if t is not None and t.requires_grad else t for t in tensors)

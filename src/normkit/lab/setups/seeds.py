@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 
 
 @contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
+def seeded(*numbers: int) -> Generator[None]:
     """Run a block under a seed made of ``numbers``; torch's state is as before when it ends."""
     seed = 0
     for number in numbers:
