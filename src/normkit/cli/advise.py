@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from normkit.cli.common import is_stdout, put, refuse, tables
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from normkit.advise import Advice
-
-USAGE = 2
 
 
 def command(
@@ -52,8 +52,6 @@ def command(
     Example: normkit advise cnn --task detect --batch 2 --devices 8
     Example: normkit advise decoder --task finetune --checkpoint gemma --checkpoint-placement sandwich
     """
-    from rich.console import Console
-
     from normkit.advise import Request, Results, advise
 
     fields = {
@@ -62,23 +60,16 @@ def command(
         "streaming": streaming, "high_learning_rate": high_learning_rate, "no_warm_up": no_warm_up, "norm": norm,
         "placement": placement, "checkpoint": checkpoint, "checkpoint_placement": checkpoint_placement,
     }  # fmt: skip
-    to_stdout = json is not None and str(json) == "-"
     try:
         found = advise(Request(**fields), None if results is None else Results.from_file(results))  # type: ignore[arg-type]
-        text = jsonlib.dumps(found.to_dict(), indent=2)
-        if json is not None and not to_stdout:
-            json.write_text(text + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        messages = Console(stderr=True)
-        messages.print(f"normkit advise: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
-    if to_stdout:
-        typer.echo(text)
-    elif code:
+    except ValueError as error:
+        raise refuse("advise", error) from None
+    if json is not None:
+        put("advise", jsonlib.dumps(found.to_dict(), indent=2), json)
+    if code:
         typer.echo(found.code, nl=False)
-    else:
-        console = Console()
-        _show(found, console if console.is_terminal else Console(width=120))
+    elif not is_stdout(json):
+        _show(found, tables(120))
 
 
 def _show(found: Advice, console: Console) -> None:

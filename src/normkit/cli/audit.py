@@ -11,34 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from normkit.cli import outputs
+from normkit.cli.common import Device, Inputs, Model, messages, refuse
 
 if TYPE_CHECKING:
     from normkit.audit import Audit
 
-USAGE = 2
-"""Exit code for a model or inputs that cannot be had."""
-
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="minilm (the demo), a folder with a config.json, a transformers model type or package.module:factory.",
-            show_default=False,
-        ),
-    ],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--inputs",
-            help="Inputs where the guess does not fit: NAME=SHAPE:DTYPE, repeatable, or a .safetensors file. "
-            "Example: --inputs pixel_values=2x3x224x224:float32",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or meta; by default cpu where there are weights.", show_default=False)
-    ] = None,
+    model: Model,
+    inputs: Inputs = None,
+    device: Device = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the audit as JSON; - for standard output.", show_default=False)
     ] = None,
@@ -102,10 +84,7 @@ def command(
     Example: normkit audit minilm --data inputs --html minilm.html
     Example: normkit audit minilm --ignore misleading-name --fail-on warning
     """
-    from rich.console import Console
-
-    messages = Console(stderr=True)
-    with messages.status("importing torch") as status:
+    with messages().status("importing torch") as status:
 
         def progress(text: str) -> None:
             status.update(text)
@@ -125,16 +104,12 @@ def command(
                 )
         except _Refused as refused:
             status.stop()
-            messages.print(f"normkit audit: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(USAGE) from None
+            raise refuse("audit", refused) from None
     wanted = outputs.Wanted(json=json, html=html, sarif=sarif, github=github, all=all, data=data or ["inputs"])
     try:
         outputs.write(result, model, wanted)
     except OSError as error:
-        messages.print(
-            f"normkit audit: cannot write {error.filename}: {error}", style="red", markup=False, soft_wrap=True
-        )
-        raise typer.Exit(USAGE) from None
+        raise refuse("audit", f"cannot write {error.filename}: {error.strerror or error}") from None
     raise typer.Exit(_exit_code(result, fail_on))
 
 

@@ -6,15 +6,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from normkit.convert import Receipt
+from normkit.cli.common import messages, refuse, show_receipt
 
-USAGE = 2
-"""Exit code for a source that cannot be read, an output that cannot be written, a conversion that is refused."""
 UNKNOWN = 1
 """Exit code where nothing was written because the convention of some norms cannot be told."""
 
@@ -79,7 +76,7 @@ def gains(
             probe=probe,
             progress=progress,
         )
-    _show(receipt, json)
+    show_receipt("convert", receipt, json)
     raise typer.Exit(UNKNOWN if receipt.refused and not leave_unknown else 0)
 
 
@@ -137,7 +134,7 @@ def names(
             keep_others=keep_others,
             progress=progress,
         )
-    _show(receipt, json)
+    show_receipt("convert", receipt, json)
 
 
 @app.command("fold")
@@ -153,7 +150,7 @@ def fold(source: Source, out: Out = None, dry_run: DryRun = False, json: Json = 
 
     with _working("fold") as progress:
         receipt = fold_folder(source, _target(out, dry_run), progress=progress)
-    _show(receipt, json)
+    show_receipt("convert", receipt, json)
 
 
 @app.command("recalibrate")
@@ -187,7 +184,7 @@ def recalibrate(
         except InputError as error:
             raise ConversionError(str(error).replace("--inputs", "--data")) from error
         receipt = recalibrate_folder(source, _target(out, dry_run), batches, progress=progress)
-    _show(receipt, json)
+    show_receipt("convert", receipt, json)
 
 
 def _target(out: Path | None, dry_run: bool) -> Path | None:
@@ -213,10 +210,7 @@ def _stated(texts: list[str]) -> dict[str, str]:
 @contextlib.contextmanager
 def _working(command: str) -> Generator[Callable[[str], None]]:
     """A status line; a refusal becomes one line and exit code 2."""
-    from rich.console import Console
-
-    messages = Console(stderr=True)
-    with messages.status("importing torch") as status:
+    with messages().status("importing torch") as status:
         from normkit.convert import ConversionError
 
         try:
@@ -224,23 +218,4 @@ def _working(command: str) -> Generator[Callable[[str], None]]:
                 yield status.update
         except ConversionError as refused:
             status.stop()
-            text = f"normkit convert {command}: {refused}"
-            messages.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(USAGE) from None
-
-
-def _show(receipt: Receipt, json: Path | None) -> None:
-    from rich.console import Console
-
-    if json is not None and str(json) == "-":
-        typer.echo(receipt.to_json())
-        return
-    console = Console()
-    receipt.show(console if console.is_terminal else Console(width=140))
-    if json is not None:
-        try:
-            receipt.to_json(json)
-        except OSError as error:
-            message = f"normkit convert: cannot write {json}: {error.strerror or error}"
-            Console(stderr=True).print(message, style="red", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(USAGE) from None
+            raise refuse(f"convert {command}", refused) from None

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from normkit.cli.common import Device, is_stdout, messages, put, refuse, tables
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from normkit.audit import Diff
 
-USAGE = 2
-"""Exit code for a model or inputs that cannot be had."""
 _MODEL = "minilm, a folder with a config.json, a transformers model type or package.module:factory."
 
 
@@ -30,9 +30,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or meta; by default cpu where there are weights.", show_default=False)
-    ] = None,
+    device: Device = None,
     tolerance: Annotated[
         float | None,
         typer.Option(help="A fixed limit on the relative error; by default A's own rounding.", show_default=False),
@@ -52,30 +50,19 @@ def command(
     Example: normkit diff original/ port/
     Example: normkit diff llama mistral
     """
-    from rich.console import Console
-
-    messages = Console(stderr=True)
-    with messages.status("importing torch") as status:
+    with messages().status("importing torch") as status:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the comparison
                 result = _run(a, b, inputs or [], device, tolerance, status.update)
         except _Refused as refused:
             status.stop()
-            messages.print(f"normkit diff: {refused}", style="red", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(USAGE) from None
-    if str(json) != "-":
+            raise refuse("diff", refused) from None
+    if not is_stdout(json):
         from normkit.audit.compare.terminal import show
 
-        console = Console()
-        show(result, console if console.is_terminal else Console(width=140), every=all)
-    try:
-        if str(json) == "-":
-            typer.echo(result.to_json())
-        elif json is not None:
-            json.write_text(result.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        messages.print(f"normkit diff: cannot write {json}: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
+        show(result, tables(), every=all)
+    if json is not None:
+        put("diff", result.to_json(), json)
     raise typer.Exit(0 if result.same() else 1)
 
 

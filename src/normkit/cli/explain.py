@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from normkit.cli.common import is_stdout, messages, put, refuse, tables
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from normkit.explain.source import Subject
     from normkit.spec import NormSpec
 
-USAGE = 2
 CONTEXT = {"ignore_unknown_options": True}
 """So that negative numbers are numbers."""
 
@@ -63,11 +64,8 @@ def command(
     Example: normkit explain minilm --module embeddings.LayerNorm
     Example: normkit explain deepnorm --depth 24 --png deepnorm.png
     """
-    from rich.console import Console
-
     from normkit.explain.source import SourceError
 
-    messages = Console(stderr=True)
     words = what or []
     try:
         if list:
@@ -80,12 +78,10 @@ def command(
             report, figure = _wiring(words, depth)
         else:
             options = _Options(weight, bias, gate, eps, groups, shape, at, dtype, key, digits, values, module)
-            report, figure = _normalization(words, spec, options, messages)
+            report, figure = _normalization(words, spec, options)
         _write(report, figure, json, svg, png)
     except (ValueError, TypeError, OSError) as error:
-        text = " ".join(str(error).split())
-        messages.print(f"normkit explain: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
+        raise refuse("explain", error) from None
 
 
 class _Options:
@@ -98,13 +94,13 @@ class _Options:
         self.dtype, self.key, self.digits, self.values, self.module = dtype, key, digits, values, module
 
 
-def _normalization(words: list[str], named: str | None, options: _Options, messages: Any) -> tuple[Any, Any]:
+def _normalization(words: list[str], named: str | None, options: _Options) -> tuple[Any, Any]:
     import torch
 
     from normkit.explain import draw_sets, draw_values, explain
 
     if options.module is not None:
-        subject = _from_model(words[0] if words else "", options.module, messages)
+        subject = _from_model(words[0] if words else "", options.module)
     else:
         subject = _from_words(words, named, options)
     x = subject.x if options.dtype is None else subject.x.to(getattr(torch, options.dtype))
@@ -174,7 +170,7 @@ def _parameter(text: str, name: str, x: Tensor, spec: NormSpec) -> Tensor:
     return value.reshape(x.shape) if name == "gate" and value.numel() == x.numel() else value
 
 
-def _from_model(target: str, module: str, messages: Any) -> Subject:
+def _from_model(target: str, module: str) -> Subject:
     import contextlib
     import sys
 
@@ -185,7 +181,7 @@ def _from_model(target: str, module: str, messages: Any) -> Subject:
 
     if not target:
         raise SourceError("--module needs a model before it, such as: normkit explain minilm --module NAME")
-    with messages.status("running the model") as status, contextlib.redirect_stdout(sys.stderr):
+    with messages().status("running the model") as status, contextlib.redirect_stdout(sys.stderr):
         try:
             return from_model(load(target, progress=status.update), module)
         except (ModelError, InputError, AuditError) as error:
@@ -212,19 +208,9 @@ def _wiring(words: list[str], depth: int) -> tuple[Any, Any]:
 
 
 def _write(report: Any, figure: Any, json: Path | None, svg: Path | None, png: Path | None) -> None:
-    from rich.console import Console
-
-    to_stdout = json is not None and str(json) == "-"
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    data = report(None if to_stdout else console)
+    data = report(None if is_stdout(json) else tables())
     if json is not None:
-        text = jsonlib.dumps(data, indent=2)
-        if to_stdout:
-            typer.echo(text)
-        else:
-            json.write_text(text + "\n", encoding="utf-8")
+        put("explain", jsonlib.dumps(data, indent=2), json)
     for path, form in ((svg, "svg"), (png, "png")):
         if path is not None:
             figure().savefig(path, format=form)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from normkit.cli import lab_compare
+from normkit.cli.common import messages, refuse, tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from normkit.lab.claim import Claim, Row
     from normkit.lab.verdicts import Decision
 
-USAGE = 2
-"""Exit code for arguments or files that cannot be used."""
 RESULTS = Path("lab-results.jsonl")
 COLOURS = {"holds": "green", "holds within limits": "yellow", "wrong as stated": "red", "no verdict": "dim"}
 
@@ -58,7 +57,7 @@ def list_claims(
         table.add_column(name, no_wrap=name != "statement")
     for d in decisions:
         table.add_row(d.claim.id, d.claim.kind, _coloured(d.state), d.claim.statement)
-    _console().print(table)
+    tables(160).print(table)
 
 
 @app.command("run")
@@ -99,14 +98,14 @@ def run_claims(
     except (ExecutorError, ResultsError) as error:
         _refuse("run", error)
     except KeyboardInterrupt:
-        _messages().print("stopped; the same command continues", highlight=False)
+        messages().print("stopped; the same command continues", highlight=False)
         raise typer.Exit(130) from None
     _show_verdicts(_decide("run", claims, results))
     failed = [row for row in made if row.error is not None]
     for row in failed[:10]:
         _fail_line(row)
     if len(failed) > 10:
-        _messages().print(f"and {len(failed) - 10} more", style="red")
+        messages().print(f"and {len(failed) - 10} more", style="red")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -150,7 +149,7 @@ class _Progress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=_messages(),
+            console=messages(),
             transient=True,
         )
         self.by_claim: dict[str, Any] = {}
@@ -186,7 +185,7 @@ class _Progress:
 
 def _fail_line(row: Row, console: Console | None = None) -> None:
     text = f"{row.claim} {json.dumps(row.cell)} seed {row.seed}: {row.error}"
-    (console or _messages()).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    (console or messages()).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_verdicts(decisions: Sequence[Decision]) -> None:
@@ -198,7 +197,7 @@ def _show_verdicts(decisions: Sequence[Decision]) -> None:
     for d in decisions:
         because = d.reason if d.verdict is None else d.verdict.because
         table.add_row(d.claim.id, _coloured(d.state), because)
-    _console().print(table)
+    tables(160).print(table)
 
 
 def _as_dict(d: Decision) -> dict[str, Any]:
@@ -247,19 +246,5 @@ def _coloured(state: str) -> Any:
     return Text(state, style=COLOURS.get(state, ""))
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=160)  # a pipe has no width of its own
-
-
-def _messages() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
 def _refuse(command: str, reason: object) -> NoReturn:
-    _messages().print(f"normkit lab {command}: {reason}", style="red", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(USAGE)
+    raise refuse(f"lab {command}", reason)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from normkit.cli.common import messages, refuse, tables
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from normkit.lab.compare import Outcome
     from normkit.lab.setups.statistics import Interval
-
-USAGE = 2
 
 
 def command(
@@ -123,11 +123,10 @@ class _Bar:
     """One bar over all measurements, on standard error."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.bars = Progress(*columns, console=messages(), transient=True)
         self.task: Any = None
 
     def start(self, count: int) -> None:
@@ -147,13 +146,10 @@ class _Bar:
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = tables(160)
     table = Table(box=None, pad_edge=False)
     good = next((o for o in outcomes if not o.reason), None)
     deepest = max(good.depths) if good else ""
@@ -204,8 +200,4 @@ def _said(value: Interval | None) -> str:
 
 
 def _refuse(reason: object) -> NoReturn:
-    from rich.console import Console
-
-    text = f"normkit lab compare: {reason}"
-    Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(USAGE)
+    raise refuse("lab compare", reason)

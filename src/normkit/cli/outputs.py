@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from normkit.cli.common import is_stdout, put, tables
+
 if TYPE_CHECKING:
     from normkit.audit import Audit
 
@@ -32,14 +34,14 @@ def write(audit: Audit, title: str, wanted: Wanted) -> None:
     Raises:
         OSError: a file cannot be written.
     """
-    if "-" not in (str(wanted.json), str(wanted.sarif)):
+    if not is_stdout(wanted.json) and not is_stdout(wanted.sarif):
         _show(audit, title, every=wanted.all)
     if wanted.json is not None:
-        _put(audit.to_json(), wanted.json)
+        put("audit", audit.to_json(), wanted.json)
     if wanted.sarif is not None:
         from normkit.audit.report.sarif import sarif
 
-        _put(json_text.dumps(sarif(audit, title=title), indent=2), wanted.sarif)
+        put("audit", json_text.dumps(sarif(audit, title=title), indent=2), wanted.sarif)
     if wanted.html is not None:
         from normkit.audit.report.html import write as write_html
 
@@ -53,21 +55,9 @@ def write(audit: Audit, title: str, wanted: Wanted) -> None:
 
 
 def _show(audit: Audit, title: str, *, every: bool) -> None:
-    from rich.console import Console
-
     from normkit.audit.report.terminal import show
 
-    console = Console()
-    if not console.is_terminal:  # a pipe has no width of its own; names should stay whole
-        console = Console(width=140)
-    show(audit, console, title=title, every=every)
-
-
-def _put(text: str, path: Path) -> None:
-    if str(path) == "-":
-        typer.echo(text)
-    else:
-        path.write_text(text + "\n", encoding="utf-8")
+    show(audit, tables(), title=title, every=every)
 
 
 def print_schema(wanted: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-USAGE = 2
-"""Exit code for a name that is no rule."""
+from normkit.cli.common import refuse, tables
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from normkit.audit.rules.registry import Rule
 
 
 def command(
@@ -23,20 +27,14 @@ def command(
     """
     import json as encoder
 
-    from rich.console import Console
-
     from normkit.audit.rules import RULES, chosen
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = tables()
     if rule is not None:
         try:
             found = chosen([rule])
         except ValueError as error:
-            reason = str(error).removeprefix("select has ")
-            Console(stderr=True).print(f"normkit rules: {reason}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(USAGE) from None
+            raise refuse("rules", str(error).removeprefix("select has ")) from None
     else:
         found = list(RULES.values())
     if json:
@@ -50,7 +48,7 @@ def command(
         _list(console, found)
 
 
-def _list(console: object, rules: list) -> None:  # type: ignore[type-arg]
+def _list(console: Console, rules: list[Rule]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -61,4 +59,4 @@ def _list(console: object, rules: list) -> None:  # type: ignore[type-arg]
     for r in sorted(rules, key=lambda r: r.topic):
         table.add_row("" if r.topic == topic else r.topic, r.id, f"[{styles[r.severity]}]{r.severity}[/]", r.summary)
         topic = r.topic
-    console.print(table)  # type: ignore[attr-defined]
+    console.print(table)

@@ -9,28 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from normkit.cli.audit import USAGE
+from normkit.cli.common import USAGE, Inputs, Model, messages, refuse, show_receipt
 
 if TYPE_CHECKING:
     from normkit.convert.swap import SwapReceipt
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="minilm (the demo), a folder with a config.json, a transformers model type or package.module:factory.",
-            show_default=False,
-        ),
-    ],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--inputs",
-            help="Inputs where the guess does not fit: NAME=SHAPE:DTYPE, repeatable, or a .safetensors file.",
-            show_default=False,
-        ),
-    ] = None,
+    model: Model,
+    inputs: Inputs = None,
     dtype: Annotated[
         Literal["as-is", "float32", "bfloat16", "float16"], typer.Option(help="Cast the model first.")
     ] = "as-is",
@@ -47,38 +34,18 @@ def command(
     Example: normkit swap minilm
     Example: normkit swap package.module:factory --train --json receipt.json
     """
-    from rich.console import Console
-
     from normkit.audit.inputs import InputError
     from normkit.audit.load import ModelError
     from normkit.convert import ConversionError
 
-    messages = Console(stderr=True)
-
-    def refuse(error: Exception, code: int) -> typer.Exit:
-        messages.print(f"normkit swap: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return typer.Exit(code)
-
-    with messages.status("importing torch") as status:
+    with messages().status("importing torch") as status:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the receipt
                 receipt = _run(model, inputs or [], dtype, train, slower, status.update)
-        except (ModelError, InputError) as error:
+        except (ModelError, InputError, ConversionError) as error:
             status.stop()
-            raise refuse(error, USAGE) from None
-        except ConversionError as error:
-            status.stop()
-            raise refuse(error, 1) from None
-    if json is not None and str(json) == "-":
-        typer.echo(receipt.to_json())
-        return
-    console = Console()
-    receipt.show(console if console.is_terminal else Console(width=140))
-    if json is not None:
-        try:
-            receipt.to_json(json)
-        except OSError as error:
-            raise refuse(OSError(f"cannot write {json}: {error}"), USAGE) from None
+            raise refuse("swap", error, 1 if isinstance(error, ConversionError) else USAGE) from None
+    show_receipt("swap", receipt, json)
 
 
 def _run(model: str, inputs: list[str], dtype: str, train: bool, slower: bool, progress: Any) -> SwapReceipt:
