@@ -86,7 +86,8 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path, rows: list[Row]) -> N
     for name, given in (("a", rows), ("b", rows[::-1])):
         write(claims(), given, tmp_path / name)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.*"))
-    assert len(files) == 5
+    figures = [f"figures/{name}.svg" for name in ("first", "second", "third")]
+    assert [f.as_posix() for f in files] == [*figures, "report.html", "report.md", "verdicts.json"]
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
