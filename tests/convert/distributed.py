@@ -121,7 +121,7 @@ def work(rank: int, case: str, store: str) -> None:
     torch.manual_seed(rank)
     x = torch.randn(6, 16)
     CASES[case](x)
-    print("fine", flush=True)
+    os.write(1, b"fine\n")  # in one piece: two processes share the output
     dist.barrier()
     dist.destroy_process_group()
 
