@@ -6,34 +6,17 @@ import sys
 from pathlib import Path
 
 from normkit import PLACEMENTS, SCHEDULES, Placement, placement, schedule
+from normkit.explain.wiring import equation
 
 PAGE = Path(__file__).with_suffix(".md")
 DEPTH = 12
 BEGIN, END = "<!-- {}: written by docs/placements.py -->", "<!-- end of {} -->"
 
 
-def equation(row: Placement) -> str:
-    """The branch in one line: N a norm, F the sublayer, F' with a norm before its last projection."""
-    inside = "N(x)" if row.input_norm else "x"
-    if row.input_gain != 1:
-        inside = f"{row.input_gain:.4g} {inside}"
-    if row.scalar_bias:
-        inside = f"{inside} + b"
-    name = "F'" if row.inner_norm else "F"
-    branch = f"{name}({inside})"
-    if row.scalar_bias:
-        branch = f"({branch} + c)"
-    if row.output_norm:
-        branch = f"N({branch})"
-    if row.branch_scale_kind != "fixed":
-        branch = f"λ {branch}"
-    elif row.branch_scale != 1:
-        branch = f"{row.branch_scale:.4g} {branch}"
-    alpha = "" if row.alpha == 1 else f"{row.alpha:.4f} "
-    total = f"{alpha}x + {branch}"
-    total = f"N({total})" if row.stream_norm else total
+def branch(row: Placement) -> str:
+    """The branch's equation, and what else lies inside F."""
     inside_f = [name for name, used in (("QKV-norm", row.qkv_norm), ("head factors", row.head_scale)) if used]
-    return f"`{total}`" + (f", {' and '.join(inside_f)}" if inside_f else "")
+    return f"`{equation(row)}`" + (f", {' and '.join(inside_f)}" if inside_f else "")
 
 
 def scale(row: Placement) -> str:
@@ -62,7 +45,7 @@ def placements() -> str:
     rows = []
     for name in PLACEMENTS:
         row = placement(name, depth=DEPTH, layer=DEPTH, kind="ffn")
-        y = equation(row)
+        y = branch(row)
         if row.second_stream:
             y += ", and `s + F(x)` on a second stream"
         if name == "parallel":
@@ -79,7 +62,7 @@ def schedules() -> str:
     for name, row in SCHEDULES.items():
         plan = schedule(name, DEPTH)
         runs: list[list[int]] = []
-        both = [tuple(equation(plan.branch(n, kind)) for kind in ("attention", "ffn")) for n in range(1, DEPTH + 1)]
+        both = [tuple(branch(plan.branch(n, kind)) for kind in ("attention", "ffn")) for n in range(1, DEPTH + 1)]
         for n, found in enumerate(both, 1):
             if runs and both[runs[-1][0] - 1] == found:
                 runs[-1][1] = n

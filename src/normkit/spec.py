@@ -25,6 +25,16 @@ GatePosition = Literal["before", "after"]
 Gate = tuple[GateFunction, GatePosition]
 Running = float | Literal["cumulative"]
 Kind = Literal["layer", "rms", "batch", "instance", "group", "l2", "other"]
+KIND_NAMES: dict[Kind, str] = {
+    "layer": "LayerNorm",
+    "rms": "RMSNorm",
+    "batch": "BatchNorm",
+    "instance": "InstanceNorm",
+    "group": "GroupNorm",
+    "l2": "L2 norm",
+    "other": "other",
+}
+"""What people call each kind."""
 
 _CHOICES = {
     "axes": get_args(Axes),

@@ -11,7 +11,7 @@ from normkit.advise.evidence import Evidence, Results
 from normkit.advise.norms import NormChoice, choose_norm
 from normkit.advise.request import Request
 from normkit.advise.stack import Said
-from normkit.spec import NormSpec
+from normkit.spec import KIND_NAMES, NormSpec
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,6 @@ def advise(request: Request, results: Results | None = None) -> Advice:
     return Advice(request, chosen.spec, chosen.form, wiring, choices, code)
 
 
-_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "batch": "BatchNorm", "instance": "InstanceNorm",
-          "group": "GroupNorm", "l2": "L2 normalization", "other": "a normalization of its own"}  # fmt: skip
 _FORMS = {"sync": "synchronized over processes (SyncBatchNorm)", "frozen": "with frozen statistics",
           "adaptive": "adaptive (adaLN-Zero)", "cell": "on a GRU's gates"}  # fmt: skip
 
@@ -105,7 +103,7 @@ def _norm_said(r: Request, chosen: NormChoice) -> Said:
     if chosen.spec is None:
         value = "none"
     else:
-        value = _NAMES[chosen.spec.kind]
+        value = KIND_NAMES[chosen.spec.kind]
         if chosen.spec.kind == "group":
             value += f" with {chosen.spec.groups} groups"
         if chosen.form in _FORMS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,3 +216,8 @@ class Audit:
 def names(norms: Sequence[NormRecord]) -> tuple[str, ...]:
     """The norms' names, as a finding's ``where``."""
     return tuple(n.name for n in norms)
+
+
+def collapse(name: str) -> str:
+    """A qualified name with its numbers taken out: repeated layers share one."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)

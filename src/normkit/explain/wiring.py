@@ -41,29 +41,34 @@ def branches(name: str, depth: int = 12) -> list[Branch]:
 
 
 def equation(placement: Placement) -> str:
-    """The branch in one line: ``y = N(alpha x + lambda N(F(g N(x))))`` with the slots it uses."""
+    """The branch in one line: N a norm, F the sublayer, F' with a norm before its last projection."""
     inside = "N(x)" if placement.input_norm else "x"
     if placement.input_gain != 1:
         inside = f"{placement.input_gain:.4g} {inside}"
-    branch = f"F({inside}{' + b' if placement.scalar_bias else ''})"
+    if placement.scalar_bias:
+        inside = f"{inside} + b"
+    name = "F'" if placement.inner_norm else "F"
+    branch = f"{name}({inside})"
+    if placement.scalar_bias:
+        branch = f"({branch} + c)"
     if placement.output_norm:
         branch = f"N({branch})"
     if placement.branch_scale_kind != "fixed":
-        branch = f"lambda {branch}"
+        branch = f"λ {branch}"
     elif placement.branch_scale != 1:
         branch = f"{placement.branch_scale:.4g} {branch}"
-    stream = "x" if placement.alpha == 1 else f"{placement.alpha:.4g} x"
-    total = f"{stream} + {branch}{' + b' if placement.scalar_bias else ''}"
-    return f"y = N({total})" if placement.stream_norm else f"y = {total}"
+    alpha = "" if placement.alpha == 1 else f"{placement.alpha:.4f} "
+    total = f"{alpha}x + {branch}"
+    return f"N({total})" if placement.stream_norm else total
 
 
 def notes(name: str, depth: int = 12) -> list[str]:
     """What else belongs to a placement: its final norm, its initialization, its source."""
     made, found = schedule(name, depth), branches(name, depth)
-    lines = [f"{b.where}: {equation(b.placement)}" for b in found]
+    lines = [f"{b.where}: y = {equation(b.placement)}" for b in found]
     first = found[0].placement
     if any(b.placement.inner_norm for b in found):
-        lines.append("F holds a norm before its last projection")
+        lines.append("F' holds a norm before its last projection")
     if any(b.placement.qkv_norm for b in found):
         lines.append("queries, keys and values are normalized within each head")
     if any(b.placement.head_scale for b in found):
@@ -74,7 +79,7 @@ def notes(name: str, depth: int = 12) -> list[str]:
         lines.append("a second stream sums the branches unnormalized; both meet at the final norm")
     lines.append(f"final norm: {'after the last block' if made.final_norm else 'none'}")
     if first.branch_scale_kind != "fixed":
-        lines.append(f"lambda: a learned {first.branch_scale_kind}, {first.branch_scale:g} at first")
+        lines.append(f"λ: a learned {first.branch_scale_kind}, {first.branch_scale:g} at first")
     if first.init_roles:
         lines.append(f"initialization: {', '.join(first.init_roles)} times {first.init_gain:.4g} at depth {depth}")
     if first.zero_roles:
@@ -129,7 +134,7 @@ def _draw_branch(axis: Axes, branch: Branch, made: Schedule) -> None:
     axis.set_xlim(0, 1)
     axis.set_ylim(-0.5, top + 0.5)
     axis.set_axis_off()
-    axis.set_title(f"{branch.where}\n{equation(p)}", fontsize=8.5, color=INK)
+    axis.set_title(f"{branch.where}\ny = {equation(p)}", fontsize=8.5, color=INK)
     _arrow(axis, (STREAM, -0.3), (STREAM, add - 0.22))
     _line(axis, (STREAM, take), (SIDE, take))
     _line(axis, (SIDE, take), (SIDE, add))

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from normkit.spec import NormSpec
+from normkit.spec import KIND_NAMES, NormSpec
 
-_KINDS = {
-    "layer": "LayerNorm",
-    "rms": "RMSNorm",
-    "batch": "BatchNorm",
-    "instance": "InstanceNorm",
-    "group": "GroupNorm",
-    "l2": "L2 normalization",
-    "other": "a normalization without a common name",
-}
 _SETS = {
     "features": "the features of one position",
     "batch": "one channel, over the batch and all positions",
@@ -30,7 +21,8 @@ def title(spec: NormSpec) -> str:
         shared = f"each of {spec.groups} equal parts of the features of one position"
     if spec.partial < 1:
         shared = f"the first {spec.partial:.3g} of the features of one position"
-    return f"{_KINDS[spec.kind]}: one statistic for {shared}"
+    name = KIND_NAMES[spec.kind] if spec.kind != "other" else "a normalization without a common name"
+    return f"{name}: one statistic for {shared}"
 
 
 def formula(spec: NormSpec) -> str:

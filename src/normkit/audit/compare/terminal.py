@@ -10,7 +10,7 @@ from rich.text import Text
 
 from normkit.audit.compare.result import Diff, Pair
 from normkit.audit.report import describe
-from normkit.audit.report.grouping import collapse
+from normkit.audit.result import collapse
 
 
 def show(diff: Diff, console: Console, *, every: bool = False) -> None:

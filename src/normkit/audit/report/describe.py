@@ -5,22 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from normkit.audit.result import NormRecord
-from normkit.spec import NormSpec
-
-_KINDS = {
-    "layer": "LayerNorm",
-    "rms": "RMSNorm",
-    "batch": "BatchNorm",
-    "instance": "InstanceNorm",
-    "group": "GroupNorm",
-    "l2": "L2 norm",
-    "other": "other",
-}
+from normkit.spec import KIND_NAMES, NormSpec
 
 
 def kind(norm: NormRecord) -> str:
     """The kind in one word."""
-    return _KINDS[norm.kind]
+    return KIND_NAMES[norm.kind]
 
 
 def what(norm: NormRecord) -> str:

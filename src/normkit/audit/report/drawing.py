@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from normkit.audit.report import describe
-from normkit.audit.report.grouping import Run, collapse
+from normkit.audit.report.grouping import Run
 from normkit.audit.report.plan import Step, Stream
-from normkit.audit.result import NormRecord
+from normkit.audit.result import NormRecord, collapse
 
 WIDTH = 760
 _LINE = 92  # x of the stream

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from normkit.audit.result import NormRecord
+from normkit.audit.result import NormRecord, collapse
 
 T = TypeVar("T")
 _LONGEST_PERIOD = 24
-
-
-def collapse(name: str) -> str:
-    """A qualified name with its numbers taken out: repeated layers share one."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 def group(norms: Sequence[NormRecord]) -> list[list[NormRecord]]:

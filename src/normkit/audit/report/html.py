@@ -16,8 +16,8 @@ from normkit.audit.numbers.gains import effective_gain, gain_numbers
 from normkit.audit.numbers.record import GainNumbers, Numbers
 from normkit.audit.report import chart, describe, drawing, plan
 from normkit.audit.report.chart import Chart, Series
-from normkit.audit.report.grouping import collapse, group
-from normkit.audit.result import SEVERITIES, Audit, Finding, NormRecord
+from normkit.audit.report.grouping import group
+from normkit.audit.result import SEVERITIES, Audit, Finding, NormRecord, collapse
 
 _SHOWN = 4
 _MOST_ROWS = 4000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from normkit.audit.report.grouping import Run, collapse, runs
-from normkit.audit.result import Audit, BranchRecord, NormRecord
+from normkit.audit.report.grouping import Run, runs
+from normkit.audit.result import Audit, BranchRecord, NormRecord, collapse
 
 _BEFORE = ("embedding", "conv")
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from normkit.audit.report.grouping import collapse
-from normkit.audit.result import Audit, Finding
+from normkit.audit.result import Audit, Finding, collapse
 from normkit.audit.rules import RULES
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from normkit.audit.report import describe
-from normkit.audit.report.grouping import collapse, group
-from normkit.audit.result import SEVERITIES, Audit, BranchRecord, Finding, NormRecord
+from normkit.audit.report.grouping import group
+from normkit.audit.result import SEVERITIES, Audit, BranchRecord, Finding, NormRecord, collapse
 
 _STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 

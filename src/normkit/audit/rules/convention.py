@@ -9,17 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.audit.result import Finding, NormRecord, names
+from normkit.audit.result import Finding, NormRecord, collapse, names
 from normkit.audit.rules.families import published
 from normkit.audit.rules.registry import Evidence, MakeFinding, rule
 
 _IMPLAUSIBLE = 1e6
 _DENORMAL = 1e-30
-
-
-def _alike(name: str) -> str:
-    """Layers that repeat share one."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 @rule("gain-offset", "error", "the stored gains look like 1 + w read as w, or the reverse")
@@ -28,7 +23,7 @@ def gain_offset(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
     groups: dict[tuple[str, float], list[NormRecord]] = {}
     for norm in evidence.norms:
         if norm.spec is not None and norm.spec.has_weight and norm.spec.weight_offset in (0.0, 1.0):
-            groups.setdefault((_alike(norm.name), norm.spec.weight_offset), []).append(norm)
+            groups.setdefault((collapse(norm.name), norm.spec.weight_offset), []).append(norm)
     suspects: dict[float, list[str]] = {}
     for (_, offset), norms in groups.items():
         assert norms[0].spec is not None
