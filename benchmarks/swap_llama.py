@@ -1,7 +1,11 @@
 """A Llama-shaped model before and after a swap: prefill, decode and a training step, in interleaved rounds.
 
-Run: python benchmarks/swap_llama.py
+Run: python benchmarks/swap_llama.py --dtype float32
+     python benchmarks/swap_llama.py --train 0                               bfloat16, without the training step
      python benchmarks/swap_llama.py --layers 2 --prefill 256 --rounds 3     a short run
+
+In bfloat16 on a processor without bfloat16 instructions, torch's backward of a linear layer runs in a plain loop that
+is hundreds of times slower than in float32: a training step takes most of an hour there, norms or not.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ def main() -> None:
         print(f"{key}: {value}")
     print(f"threads: {torch.get_num_threads()}; {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters")
     old = {m: type(m) for m in model.modules()}
-    receipt = normkit.swap(model, input_ids=ids, use_cache=False, rounds=0, gradients=False)
+    receipt = normkit.swap(model, input_ids=ids[:, :64], use_cache=False, rounds=0, gradients=False)
     receipt.show()
     parts = dict(model.named_modules())
     norms = [parts[n] for n in (*receipt.swapped, *(r.name for r in receipt.skipped)) if n in parts]
@@ -98,11 +102,12 @@ def main() -> None:
 
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    calls = {
+    calls: dict[str, Callable[[], None]] = {
         f"prefill, {options.prefill} tokens": prefill,
         f"decode, {options.decode} tokens after {options.prefill}": decode,
-        f"training step, {options.train} tokens": train,
     }
+    if options.train:
+        calls[f"training step, {options.train} tokens"] = train
     print(
         "\n| what | before, s | after, s | ratio | norms' share before (forward) | after |\n| - | - | - | - | - | - |"
     )

@@ -10,6 +10,7 @@ went in: parameters, buffers, attributes of the hooks, random state. And nothing
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ def trace(
         the modules in which exceptions began (also those that the model itself caught).
     """
     recorder = _Recorder(model, watch)
-    kwargs = dict(kwargs or {})
+    args, kwargs = _with_own_objects((args, dict(kwargs or {})))
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored())
         stack.enter_context(torch.inference_mode(False))  # it hides what composite operators are made of
@@ -103,6 +104,24 @@ def trace(
             recorder.trace.error = error
     recorder.close()
     return recorder.trace
+
+
+def _with_own_objects(given: Any) -> Any:
+    """The arguments, with a copy of every object among them that a forward may change (a cache of keys and values).
+
+    Tensors that are arguments themselves stay: what is written into them is put back.
+    """
+    plain = (Tensor, nn.Module, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+    def own(value: Any) -> Any:
+        if isinstance(value, plain) or callable(value):
+            return value
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # a lock, a file: shared then
+            return value
+
+    return tree_map(own, given)
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:

@@ -128,7 +128,7 @@ def _swap(
     progress: Callable[[str], None],
 ) -> SwapReceipt:
     try:
-        found = audit(model, *proof.fresh(args), progress=progress, **proof.fresh(kwargs))
+        found = audit(model, *args, progress=progress, **kwargs)
     except AuditError as error:
         raise ConversionError(str(error)) from error
     refused: list[Refusal] = []
