@@ -123,3 +123,45 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.training
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class TakesData(nn.Module):
+    """A model with arguments that are called like options of audit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, data: Tensor, config: Tensor | None = None) -> Tensor:
+        return self.norm(data if config is None else data + config)
+
+
+def test_an_option_that_may_be_meant_for_the_model_is_refused() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(
+        TypeError, match=r"^data= is an option of audit and an argument of TakesData.*position"
+    ):
+        audit(TakesData(), data=x)
+    with pytest.raises(TypeError, match=r"^config= is an option"):
+        audit(TakesData(), x, config=x)
+    assert audit(TakesData(), x, data=[x]).numbers is not None  # the model's is given by position
+
+
+class HeadNorm(nn.Module):
+    """A LayerNorm of each head that flattens the heads before its gain, as xLSTM's."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(heads * width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.layer_norm(x.float(), x.shape[-1:], eps=1e-4).to(x.dtype)
+        return y.flatten(-2) * self.weight
+
+
+def test_a_norm_that_flattens_what_it_normalized() -> None:
+    found = normkit.identify(HeadNorm(4, 6), torch.randn(2, 5, 4, 6))
+    assert found.spec is not None
+    assert (found.kind, found.spec.weight_shape, found.spec.rounding) == ("layer", "per_head", "before_gain")
+    result = audit(nn.Sequential(nn.Linear(6, 6), HeadNorm(4, 6)), torch.randn(2, 5, 4, 6))
+    assert [(n.name, n.functional) for n in result.norms] == [("1", False)]

@@ -190,3 +190,40 @@ def test_a_lazy_model_is_refused_before_it_is_changed() -> None:
     with pytest.raises(AuditError, match="not initialized yet"):
         audit(model, torch.randn(2, 3))
     assert isinstance(model[0], nn.LazyLinear)
+
+
+def llama(m: Block, x: Tensor) -> Tensor:
+    y = x.to(torch.float32)
+    return m.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def gemma(m: Block, x: Tensor) -> Tensor:
+    return (rms(x.float()) * (1.0 + m.weight.float())).type_as(x)
+
+
+def t5(m: Block, x: Tensor) -> Tensor:
+    y = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-5)
+    return m.weight * y.to(m.weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("written", "rounding", "offset"),
+    [
+        (llama, "before_gain", 0.0),
+        (t5, "before_gain", 0.0),
+        (gemma, "after_gain", 1.0),
+        (lambda m, x: (m.weight * rms(x.float())).to(x.dtype), "after_gain", 0.0),
+        (lambda m, x: m.weight * rms(x), "none", 0.0),
+    ],
+)
+def test_where_an_inline_norm_rounds(
+    written: Written, rounding: str, offset: float, device: str, dtype: torch.dtype
+) -> None:
+    """A float32 run records no cast to float32, so this needs a look at the module in half precision."""
+    torch.manual_seed(0)
+    block = Block(written).eval().to(device, dtype)
+    (norm,) = audit(block, torch.randn(4, 8, D, device=device, dtype=dtype)).norms
+    assert norm.spec is not None
+    assert (norm.kind, norm.spec.rounding, norm.spec.weight_offset) == ("rms", rounding, offset)

@@ -62,8 +62,8 @@ def audit(
             attention logits, gradients. Each is one tensor, a tuple of arguments or a dict of keyword arguments.
         gradients: whether ``data`` is run backward too.
         progress: called with a word on what is being done.
-        example_kwargs: what to call it with. An argument of the model that shares its name with one of the above is
-            given by position.
+        example_kwargs: what to call it with. An argument of the model that shares its name with one of the above
+            cannot be given so: give it by position.
 
     Returns:
         An `Audit`; ``to_dict()`` is its published JSON form.
@@ -71,12 +71,25 @@ def audit(
     Raises:
         AuditError: the model's forward raised before any norm, or it holds parameters that are not initialized yet.
             A submodule that raises later is named in ``failures``, and the rest is audited.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module; or an option is given that is also the name of an argument of the model's
+            forward that is not given by position, so that it may be meant for either.
         ValueError: ``select`` or ``ignore`` names no rule.
         DataError: the model does not run on a batch of ``data``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _refuse_ambiguous(
+        model,
+        example_args,
+        optimizer=optimizer is not None,
+        scheduler=scheduler is not None,
+        config=config is not None,
+        select=bool(select),
+        ignore=bool(ignore),
+        loading=loading is not None,
+        data=data is not None,
+        gradients=not gradients,
+    )
     chosen = rules.chosen(select, ignore)
     tensors = (*model.named_parameters(), *model.named_buffers())
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
@@ -121,6 +134,21 @@ def audit(
         numbers=numbers,
         sites=found.sites,
     )
+
+
+def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], **given: bool) -> None:
+    """An option that is called like an argument of the model may be meant for the model.
+
+    Raises:
+        TypeError: it is, and the model's argument is not given by position.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    by_position = list(parameters)[: len(args)]
+    for name in (n for n, is_given in given.items() if is_given and n in parameters and n not in by_position):
+        raise TypeError(
+            f"{name}= is an option of audit and an argument of {type(model).__name__}.forward, and goes to audit: "
+            "give the model's argument by position, or wrap the model in a module whose argument has another name"
+        )
 
 
 def _device(recorded: Trace, parameters: list[nn.Parameter]) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from normkit.audit.find import Occurrence
 from normkit.audit.find.inline import Replay
 from normkit.audit.find.modules import example_of
-from normkit.audit.find.operators import CASTS, VIEWS, packet
+from normkit.audit.find.operators import ADDS, CASTS, VIEWS, packet
 from normkit.audit.identify.probe import NotANorm, Probe, has_values, private_copy, undisturbed
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
@@ -135,20 +135,21 @@ class Reruns:
     def padding(self) -> tuple[str, ...]:
         """Norms that give a valid position another output when the padding holds something else.
 
-        Only looked for where a mask is among the inputs: a tensor of zeros and ones that is called one.
+        Only looked for where exactly one of the inputs can be a mask (`_masks`). Its more frequent value stands for
+        what is valid.
         """
-        masks = {n: t for n, t in self.kwargs.items() if isinstance(t, Tensor) and "mask" in n and t.dim() == 2}
-        if not self.real or len(masks) != 1:
+        tensors, layout = tree_flatten((self.args, self.kwargs))
+        masks = self._masks(tensors) if self.real else []
+        if len(masks) != 1:
             return ()
-        ((name, mask),) = masks.items()
+        mask = tensors[masks[0]]
         length = mask.shape[1]
-        if length < 2 or not bool(((mask == 0) | (mask == 1)).all()):
-            return ()
         padded = max(1, length // _PADDED_SHARE)
         shape = tuple(mask.shape)
+        usual = int(2 * mask.sum() >= mask.numel())
         masked = mask.clone()
-        masked[:, -padded:] = "padding" in name  # torch's key_padding_mask is True where there is nothing
-        valid = masked.bool() != ("padding" in name)
+        masked[:, -padded:] = 1 - usual
+        valid = masked == usual
 
         def other(x: Tensor) -> Tensor:
             if tuple(x.shape[:2]) == shape:
@@ -157,9 +158,35 @@ class Reruns:
                 return _elsewhere(x, valid.reshape(shape[0], 1, length))
             return x
 
-        rest = {n: t for n, t in self.kwargs.items() if n != name}
-        args, changed = tree_map_only(Tensor, other, (self.args, rest))
-        return self._spreading((args, changed | {name: masked}), (self.args, rest | {name: masked}), lambda x: x)
+        changed = [other(x) if isinstance(x, Tensor) else x for x in tensors]
+        tensors[masks[0]] = changed[masks[0]] = masked
+        return self._spreading(tree_unflatten(changed, layout), tree_unflatten(tensors, layout), lambda x: x)
+
+    def _masks(self, leaves: Sequence[Any]) -> list[int]:
+        """The inputs that may be masks over positions: rows of zeros and ones that look nothing up in a table."""
+        found = []
+        values = iter(self.recorded.inputs)
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            value = next(values)
+            rows = leaf.dim() == 2 and leaf.shape[1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
+            if rows and not self._looks_up(value):
+                found.append(place)
+        return found
+
+    def _looks_up(self, value: int) -> bool:
+        """Whether a value, perhaps cast or shifted, is the index of an embedding."""
+        todo, seen = [value], set()
+        while todo:
+            for user in self._readers.get(todo.pop(), ()):
+                node = self.recorded.nodes[user]
+                if packet(node) in ("embedding", "index_select", "gather", "one_hot"):
+                    return True
+                if user not in seen and packet(node) in _CARRIES | ADDS:
+                    seen.add(user)
+                    todo.extend(v for v in node.outputs if not self.recorded.values[v].dtype.is_floating_point)
+        return False
 
     def _spreading(
         self, one: tuple[Any, Any], two: tuple[Any, Any], part: Callable[[Tensor], Tensor | None]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from normkit.audit.find.half import HALF, counterpart, in_half
 from normkit.audit.find.operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.probe import has_values
@@ -111,7 +112,9 @@ class Replay(nn.Module):
         if self._fixed and tuple(x.shape) != self._shared.trace.values[source].shape:
             raise ReplayError("an operator of the slice holds the shape that it was recorded with")
         feeds = {source: x} | {value: getattr(self, key) for key, value in self._values.items()}
-        return self._shared.trace.replay(nodes, feeds, training=self.training)[output]
+        recorded = self._shared.trace.values[source].dtype
+        casts = {recorded: x.dtype} if recorded in HALF else None  # a cast to the input's dtype follows the input's
+        return self._shared.trace.replay(nodes, feeds, training=self.training, casts=casts)[output]
 
 
 def renamed(found: Identification, name: Callable[[str], str | None]) -> Identification:
@@ -148,10 +151,12 @@ class InlineNorms:
     Args:
         trace: the recorded run.
         claimed: the nodes of norms found already; grows while others are looked for.
+        alone: whether the trace is one of a single call in half precision, made to see how a norm rounds.
     """
 
-    def __init__(self, trace: Trace, claimed: set[int]) -> None:
+    def __init__(self, trace: Trace, claimed: set[int], *, alone: bool = False) -> None:
         self.trace = trace
+        self._alone = alone
         self.claimed = claimed
         self.consumers: dict[int, list[int]] = {}
         self._known: dict[int, Match | None] = {}
@@ -266,7 +271,7 @@ class InlineNorms:
         alike = self._signature(nodes, source, output)
         if alike not in self._identified:
             example = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            self._identified[alike] = identify(replay, example)
+            self._identified[alike] = self._as_rounded(identify(replay, example), node, source)
         found = self._identified[alike]
         if found.spec is None or found.kind == "none":
             return None
@@ -275,6 +280,26 @@ class InlineNorms:
         else:
             found = WEIGHT_NORMALIZATION
         return Match(found, NormCall((source,), output, frozenset(nodes)), source)
+
+    def _as_rounded(self, found: Identification, node: Node, source: int) -> Identification:
+        """With the rounding that a run in half precision shows, where this one was in float32."""
+        spec, dtype = found.spec, self.trace.values[source].dtype
+        if spec is None or self._alone or node.call < 0 or dtype in HALF or packet(node) in FUSED:
+            return found
+        half = in_half(self.trace.calls[node.call])
+        lead = None if half is None else counterpart(self.trace, node.index, half)
+        if half is None or lead is None:
+            return found
+        match = InlineNorms(half, set(), alone=True).match(lead)
+        seen = None if match is None else match.identification
+        if seen is None or seen.spec is None:
+            return found
+        rounded = spec.replace(
+            rounding=seen.spec.rounding, gain_dtype=seen.spec.gain_dtype, output_dtype=seen.spec.output_dtype
+        )
+        if rounded != seen.spec:
+            return found
+        return replace(found, spec=rounded, reason=seen.reason, half_mismatch=seen.half_mismatch)
 
     def _signature(self, nodes: tuple[int, ...], source: int, output: int) -> str:
         """What two slices share that compute the same from tensors of the same shapes."""

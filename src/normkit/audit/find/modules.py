@@ -20,6 +20,7 @@ from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurre
 from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import alike
+from normkit.audit.identify.probe import merged
 from normkit.audit.place import NormCall
 from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
 from normkit.placement import NormPosition
@@ -131,7 +132,8 @@ def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
         if index in mixing or call.failed or len(call.outputs) == 0:
             continue
         shapes = {trace.values[v].shape for v in call.inputs if trace.values[v].dtype.is_floating_point}
-        if trace.values[call.outputs[0]].shape in shapes:
+        shape = trace.values[call.outputs[0]].shape
+        if shape in shapes or any(merged(given, shape) for given in shapes):
             found.append(call)
     return found
 

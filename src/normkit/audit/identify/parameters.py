@@ -32,6 +32,8 @@ class Use:
     """For a gain: what is added to the stored value."""
     unit: Tensor | None = None
     """For a gain: the result per unit of gain."""
+    sizes: tuple[int, ...] = ()
+    """The input's sizes along those dims, into which the slot's elements fall (one flat tensor may cover several)."""
 
     def aligned(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A value of the slot, shaped to broadcast against an input of this shape."""
@@ -71,14 +73,15 @@ def use_of(probe: Probe, slot: Slot, x: Tensor, parts: Parts, baseline: tuple[Te
         slot.reset()
     if dims is None:
         return Use(slot, "unknown")
+    sizes = tuple(shape[d] for d in dims)
     step = align(delta, dims, shape)
     straight = not _large(odd2 - odd1 - (odd1 - odd), odd) and not _large(even2 - even1 - (even1 - even), even + odd)
     if not moves_odd:
         if not _large(even1 - even - step, step):
-            return Use(slot, "bias", dims)
-        return Use(slot, "mean" if straight else "unknown", dims)
+            return Use(slot, "bias", dims, sizes=sizes)
+        return Use(slot, "mean" if straight else "unknown", dims, sizes=sizes)
     if not straight:
-        return Use(slot, "variance", dims)
+        return Use(slot, "variance", dims, sizes=sizes)
     unit = (odd1 - odd) / step
     offset = odd / unit - align(slot.base, dims, shape)
     offset = offset[unit.abs() > 0.05 * unit.abs().mean()]
@@ -86,7 +89,7 @@ def use_of(probe: Probe, slot: Slot, x: Tensor, parts: Parts, baseline: tuple[Te
     spread = float((offset - middle).abs().mean()) if offset.numel() else math.nan
     if not spread < 1e-3:
         return Use(slot, "unknown", dims)
-    return Use(slot, "gain", dims, neat(middle, 1e-4), unit)
+    return Use(slot, "gain", dims, neat(middle, 1e-4), unit, sizes)
 
 
 def _large(difference: Tensor, scale: Tensor) -> bool:

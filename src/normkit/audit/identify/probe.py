@@ -279,7 +279,7 @@ class Probe:
         """The output for ``x``, as the copy gives it (dtype included).
 
         Raises:
-            NotANorm: it raises, or gives no tensor of x's shape.
+            NotANorm: it raises, or gives no tensor of x's shape, dims flattened together aside.
         """
         for key in self.inputs:
             if key not in (self.x_key, self.second) and key not in self.values:
@@ -301,6 +301,8 @@ class Probe:
             out = out[0]
         if not isinstance(out, Tensor) or not out.is_floating_point():
             raise NotANorm("it returns no floating-point tensor")
+        if out.shape != x.shape and merged(x.shape, out.shape):
+            out = out.reshape(x.shape)
         if out.shape != x.shape:
             raise NotANorm(f"its output has shape {tuple(out.shape)}, its input {tuple(x.shape)}")
         return out.detach()
@@ -383,6 +385,20 @@ class Probe:
         shapes.append((3, *example[1:]) if len(example) > 1 else example)
         shapes.append(example)
         return list(dict.fromkeys(shapes))
+
+
+def merged(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether one shape becomes another where neighbouring dims are flattened together, leading ones or trailing ones.
+
+    Heads are flattened so behind a norm of each head.
+    """
+    gone = len(shape) - len(other)
+    return (
+        len(other) > 1
+        and gone > 0
+        and math.prod(shape) == math.prod(other)
+        and (tuple(shape[: len(other) - 1]) == tuple(other[:-1]) or tuple(shape[gone + 1 :]) == tuple(other[1:]))
+    )
 
 
 def _shrink(shape: tuple[int, ...], kept: list[bool]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,12 +47,9 @@ class Binding:
             given["running_mean"] = torch.zeros_like(given["running_var"])
         return given
 
-    def _sizes(self, use: Use, dims: object) -> list[int]:
-        shape = use.slot.tensor.shape
-        sizes = dict(zip(use.dims, [n for n in shape if n > 1] if len(shape) > len(use.dims) else shape, strict=False))
-        if len(sizes) < len(use.dims):  # sizes of one were squeezed with the rest
-            return [-1]
-        return [sizes.get(d, 1) for d in dims]  # type: ignore[attr-defined]
+    def _sizes(self, use: Use, dims: Iterable[int]) -> list[int]:
+        sizes = dict(zip(use.dims, use.sizes, strict=True))
+        return [sizes.get(d, 1) for d in dims]
 
     def dummies(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """(weight, bias) of a dtype, or None: what decides the output dtype."""

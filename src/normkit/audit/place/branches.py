@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from normkit.audit.place.flow import Add, Flow, Role
+from normkit.audit.place.flow import Add, Flow
+from normkit.audit.place.roles import Role
 from normkit.audit.place.streams import Streams
 from normkit.audit.trace.graph import Ref
 

@@ -12,25 +12,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import permutations
 
-from normkit.audit.trace.graph import Node, Ref, Trace
-
-
-class Role(Enum):
-    """What an operator does to the activations that pass through it."""
-
-    CARRY = "carry"
-    MIX = "mix"
-    ADD = "add"
-    MUL = "mul"
-    MERGE = "merge"
-    UNARY = "unary"
-    POOL = "pool"
-    NORM = "norm"
-    EMBED = "embed"
-    OTHER = "other"
+from normkit.audit.place.roles import CONVOLUTIONS, MIXING_POOL, Role, op_name, role_of
+from normkit.audit.trace.graph import Ref, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,83 +35,10 @@ class NormSite:
     calls: tuple[NormCall, ...]
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_MIX = _names(
-    "mm addmm bmm baddbmm addbmm matmul linear mv addmv dot vdot _addmm_activation _trilinear _cdist_forward"
-    " convolution _convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward conv_tbc"
-    " _grouped_mm _scaled_mm _scaled_grouped_mm _int_mm lstm gru rnn_tanh rnn_relu mkldnn_rnn_layer _cudnn_rnn"
-    " _thnn_fused_lstm_cell _thnn_fused_gru_cell _fft_r2c _fft_c2c _fft_c2r _native_multi_head_attention"
-    " _transformer_encoder_layer_fwd _embedding_bag _weight_int4pack_mm _weight_int8pack_mm grid_sampler_2d"
-)
-_MIX_STARTS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-CONVOLUTIONS = _names(
-    "convolution _convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward conv_tbc"
-)
-BATCH_STATISTICS = _names(
-    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update"
-    " _batch_norm_no_update cudnn_batch_norm miopen_batch_norm batch_norm_elemt _batch_norm_impl_index"
-)
-_CARRY = _names(
-    "view _unsafe_view reshape _reshape_alias permute transpose t expand clone contiguous alias detach _to_copy slice"
-    " select squeeze unsqueeze split split_with_sizes unsafe_split chunk unbind roll flip constant_pad_nd pad"
-    " reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d as_strided unfold im2col"
-    " col2im index _unsafe_index gather index_select masked_fill masked_select tril triu native_dropout dropout"
-    " lift_fresh repeat narrow diagonal view_as_complex view_as_real pixel_shuffle pixel_unshuffle channel_shuffle"
-    " native_channel_shuffle upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"
-    " _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_linear1d upsample_trilinear3d _conj real clamp"
-    " clamp_min clamp_max nan_to_num neg movedim fill copy take take_along_dim masked_fill_ complex"
-)
-_UNARY = _names(
-    "relu gelu silu tanh sigmoid hardswish hardsigmoid hardtanh leaky_relu elu selu celu mish softplus relu6"
-    " threshold prelu _prelu_kernel rrelu log_sigmoid_forward softsign square abs exp log1p"
-)
-_POOL = _names(
-    "mean sum amax amin max_pool2d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d"
-    " _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_max_pool2d max_pool3d_with_indices"
-    " logsumexp nanmean max"
-)
-_MIXING_POOL = _names("avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool2d max_pool1d")
-_MERGE = _names(
-    "cat stack where index_put _index_put_impl scatter masked_scatter index_copy slice_scatter select_scatter"
-    " diagonal_scatter as_strided_scatter overlay"
-)
-_ADD = _names("add sub lerp addcmul index_add scatter_add")
-_MUL = _names("mul div")
-_SCALES = _names("mul div neg _to_copy clone")
+_SCALES = frozenset(["mul", "div", "neg", "_to_copy", "clone"])
 
 
 _LATENT_STREAMS = 8  # streams that start from learned queries: each costs one more pass
-
-
-def op_name(node: Node) -> str:
-    """The operator's plain name: no namespace, no overload, no in-place underscore."""
-    if node.op is None:
-        return "overlay"
-    name = node.op._schema.name.split("::")[1]
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
-
-
-def _role(node: Node, name: str) -> Role:
-    if name in _MIX or name.startswith(_MIX_STARTS):
-        return Role.MIX
-    for names, role in (
-        (_CARRY, Role.CARRY),
-        (_MERGE, Role.MERGE),
-        (_ADD, Role.ADD),
-        (_MUL, Role.MUL),
-        (_UNARY, Role.UNARY),
-        (_POOL, Role.POOL),
-    ):
-        if name in names:
-            return role
-    if name == "embedding":
-        return Role.EMBED
-    if node.op is not None and not node.op._schema.name.startswith(("aten::", "prims::")) and len(node.inputs) > 1:
-        return Role.MIX  # a custom kernel of several tensors: attention, a scan, a fused map
-    return Role.OTHER
 
 
 @dataclass(slots=True)
@@ -153,7 +65,7 @@ class Flow:
         self.trace = trace
         count = len(trace.nodes)
         self.names = [op_name(node) for node in trace.nodes]
-        self.roles = [_role(node, name) for node, name in zip(trace.nodes, self.names, strict=True)]
+        self.roles = [role_of(node, name) for node, name in zip(trace.nodes, self.names, strict=True)]
         self.inputs: list[tuple[int, ...]] = [node.inputs for node in trace.nodes]
         self.norms: dict[int, tuple[int, NormCall]] = {}
         self._covered: set[int] = set()
@@ -458,7 +370,7 @@ class Flow:
             if add is not None:
                 push(self._vertex(add.identity) if not add.projected else add.link or 0, min(2, count + 1))
                 continue
-            mixing = self.roles[vertex] is Role.MIX or self.names[vertex] in _MIXING_POOL
+            mixing = self.roles[vertex] is Role.MIX or self.names[vertex] in MIXING_POOL
             for value in self.inputs[vertex] if everything else self._actives(vertex):
                 push(self._vertex(value), min(2, count + mixing))
         return None

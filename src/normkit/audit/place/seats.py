@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from normkit.audit.place.branches import Branch, describe
-from normkit.audit.place.flow import BATCH_STATISTICS, Add, Flow, NormCall, NormSite, Role
+from normkit.audit.place.conv import Convolutions
+from normkit.audit.place.flow import Add, Flow, NormCall, NormSite
+from normkit.audit.place.roles import Role
 from normkit.audit.place.scores import Ahead, Scores
 from normkit.audit.place.streams import Streams
 from normkit.audit.trace.graph import Trace
@@ -83,7 +85,6 @@ class _Placer:
         self.streams = streams
         self.scores = Scores(flow)
         self.seats: dict[int, NormPlacement] = {}  # by dataflow, before norms around convolutions are renamed
-        self._conv_branch: dict[int, bool] = {}
         self._linked: dict[int, Add] = {}  # what both a branch and its projection shortcut read
         for add in streams.adds.values():
             for link in flow.chain(add.link) if add.projected and add.link is not None else ():
@@ -105,8 +106,9 @@ class _Placer:
         for vertex, ahead in aheads.items():
             if self.seats[vertex] == "embedding" and ahead.identity and self._opens_block(vertex, ahead, aheads):
                 self.seats[vertex] = "post"
+        conv = Convolutions(self.flow, self.streams, self.around, self._linked)
         return {
-            vertex: "conv" if self._is_conv(vertex, ahead, self.seats[vertex]) else self.seats[vertex]
+            vertex: "conv" if conv.holds(vertex, ahead, self.seats[vertex]) else self.seats[vertex]
             for vertex, ahead in aheads.items()
         }
 
@@ -416,81 +418,3 @@ class _Placer:
             if value in flow.trace.outputs:
                 ahead.others += 1
         return ahead
-
-    # ---- convolutions ----
-
-    def _is_conv(self, vertex: int, ahead: Ahead, seat: NormPlacement) -> bool:
-        flow = self.flow
-        if seat in ("final", "head", "qk"):
-            if seat == "head" and self._follows_convolution(vertex):
-                return True
-            batch = self._has_batch_statistics(vertex)
-            return batch and seat != "qk" and self._fed_by_convolution(vertex)
-        fed = self._fed_by_convolution(vertex)
-        if self._has_batch_statistics(vertex):
-            spatial = len(flow.trace.values[flow.norms[vertex][1].output].shape) > 3
-            if fed or spatial or any(flow.names[m] == "convolution" for m, _ in ahead.mixes):
-                return True
-        around = [*self.around.get(vertex, []), *([self._linked[vertex]] if vertex in self._linked else [])]
-        if around:
-            return all(self._on_grid(add) for add in around)
-        data = flow.data[vertex]
-        if seat == "post":
-            last = None if data is None else self.streams.last_add(flow.root[data])
-            return last is not None and self._on_grid(last)
-        if not fed:
-            return False
-        if seat == "embedding" and ahead.identity and not any(self._on_grid(add) for add in ahead.identity):
-            return False
-        feeds = bool(ahead.mixes) and all(self._is_conv_vertex(mix) for mix, _ in ahead.mixes)
-        first = ahead.identity[0] if ahead.identity else None
-        direct = data is not None and self._is_conv_vertex(flow.root[data])
-        return feeds or (direct and ahead.activated) or (first is not None and self._on_grid(first))
-
-    def _is_conv_vertex(self, vertex: int) -> bool:
-        return vertex >= 0 and self.flow.names[vertex].endswith("convolution")
-
-    def _has_batch_statistics(self, vertex: int) -> bool:
-        nodes = self.flow.norms[vertex][1].nodes
-        return any(self.flow.names[n] in BATCH_STATISTICS for n in (*nodes, vertex))
-
-    def _fed_by_convolution(self, vertex: int) -> bool:
-        """Whether the nearest map before a norm is a convolution."""
-        flow = self.flow
-        data = flow.data[vertex]
-        while data is not None:
-            root = flow.root[data]
-            if root < 0:
-                return False
-            if flow.roles[root] is Role.MIX:
-                return self._is_conv_vertex(root)
-            data = flow.data[root] if flow.roles[root] in (Role.NORM, Role.UNARY, Role.POOL) else None
-            if data is None and flow.roles[root] in (Role.MUL, Role.ADD, Role.MERGE) and root not in flow.adds:
-                data = flow.actives(root)[0]
-        return False
-
-    def _follows_convolution(self, vertex: int) -> bool:
-        """Whether a norm normalizes the very output of a convolution over space (a pyramid, a neck)."""
-        data = self.flow.data[vertex]
-        root = -1 if data is None else self.flow.root[data]
-        return (
-            self._is_conv_vertex(root) and len(self.flow.trace.values[self.flow.trace.nodes[root].outputs[0]].shape) > 3
-        )
-
-    def _on_grid(self, add: Add) -> bool:
-        """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only."""
-        if not self._all_convolutions(add):
-            return False
-        origin = self.streams.origin
-        peers = [a for a in self.streams.adds.values() if origin[a.node] == origin[add.node]]
-        return 2 * sum(self._all_convolutions(peer) for peer in peers) > len(peers)
-
-    def _all_convolutions(self, add: Add) -> bool:
-        """Whether a branch works on a grid: its maps are convolutions, at least one of them over space."""
-        known = self._conv_branch.get(add.node)
-        if known is None:
-            flow = self.flow
-            mixes = [v for v in add.interior if flow.roles[v] is Role.MIX]
-            known = all(self._is_conv_vertex(v) for v in mixes) and any(flow.is_convolution(v) for v in mixes)
-            self._conv_branch[add.node] = known
-        return known

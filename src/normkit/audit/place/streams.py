@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from normkit.audit.place.flow import Add, Flow, Role
+from normkit.audit.place.flow import Add, Flow
+from normkit.audit.place.roles import Role
 
 
 class Streams:

@@ -169,6 +169,7 @@ class Trace:
         *,
         device: torch.device | str = "cpu",
         training: bool | None = None,
+        casts: Mapping[torch.dtype, torch.dtype] | None = None,
     ) -> dict[int, Tensor]:
         """Run some nodes again with other tensors.
 
@@ -177,6 +178,7 @@ class Trace:
             feeds: value index -> tensor to use in its place (inputs, and any leaf to be replaced).
             device: where to run: leaves are moved there, and a factory's own device is replaced by it.
             training: whether batch norms with running statistics use the batch's instead; None as recorded.
+            casts: dtypes to use in place of recorded ones.
 
         Returns:
             Every value that was fed or computed. What was written in place is written on a copy.
@@ -211,6 +213,9 @@ class Trace:
                 kwargs = tree_map_only(Ref, lambda ref: fetch(ref.value), kwargs)
                 args = tree_map_only(torch.device, lambda _: target, args)
                 kwargs = tree_map_only(torch.device, lambda _: target, kwargs)
+                if casts:
+                    args = tree_map_only(torch.dtype, lambda dtype: casts.get(dtype, dtype), args)
+                    kwargs = tree_map_only(torch.dtype, lambda dtype: casts.get(dtype, dtype), kwargs)
                 if training is not None and holds_running_statistics(node):
                     args[BATCH_MODE] = training
                 result = node.op(*args, **kwargs)
