@@ -53,7 +53,8 @@ def build(name: str, device: str = "cpu") -> Entry:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(data["model_type"], **data["config"])
     with torch.device(device):
-        model = getattr(transformers, data["auto_class"]).from_config(config).eval()
+        made = getattr(transformers, data["auto_class"])
+        model = (made.from_config(config) if data["auto_class"].startswith("Auto") else made(config)).eval()
     labels = [(n, m, model.get_submodule(m)) for n in data["norms"] for m in n["modules"]]
     if device != "meta":
         for _, _, module in labels:
@@ -141,7 +142,7 @@ def _gate(label: dict[str, Any]) -> tuple[str, str] | None:
 def _axes_right(label: dict[str, Any], spec: NormSpec, shape: tuple[int, ...]) -> bool:
     """`axes` of the labels is prose: which dim, or groups of how many features."""
     text = label.get("axes", "")
-    axes = {"layer": "features", "rms": "features"}.get(label["kind"], label["kind"])
+    axes = {"layer": "features", "rms": "features", "l2": "features"}.get(label["kind"], label["kind"])
     allowed = {axes, *label.get("also_kind", ())}
     if "dim 1" in text or label["kind"] in ("batch", "group"):
         channel_right = spec.channel_dim == 1
@@ -155,10 +156,10 @@ def _axes_right(label: dict[str, Any], spec: NormSpec, shape: tuple[int, ...]) -
 
 def _score_functional(entry: Entry, found: list[NormRecord]) -> Iterator[tuple[str, bool, str]]:
     """Norms written inline: right if each labelled kind and placement is there, and no others."""
-    wanted = {(f["kind"], f["placement"]) for f in entry.functional}
     seen = {(n.kind, n.placement) for n in found}
-    for kind_and_place in sorted(wanted):
-        yield "functional", kind_and_place in seen, f"{kind_and_place} wanted, found {sorted(seen)}"
+    wanted = [{(f["kind"], p) for p in (f["placement"], *f.get("also_placement", ()))} for f in entry.functional]
+    for either in wanted:
+        yield "functional", bool(either & seen), f"one of {sorted(either)} wanted, found {sorted(seen)}"
     for norm in found:
-        if (norm.kind, norm.placement) not in wanted:
+        if not any((norm.kind, norm.placement) in either for either in wanted):
             yield "extra", False, f"{norm.name}: {norm.kind} {norm.placement} {norm.spec}"

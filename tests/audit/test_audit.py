@@ -138,9 +138,7 @@ class TakesData(nn.Module):
 
 def test_an_option_that_may_be_meant_for_the_model_is_refused() -> None:
     x = torch.randn(3, 8)
-    with pytest.raises(
-        TypeError, match=r"^data= is an option of audit and an argument of TakesData.*position"
-    ):
+    with pytest.raises(TypeError, match=r"^data= is an option of audit and an argument of TakesData.*position"):
         audit(TakesData(), data=x)
     with pytest.raises(TypeError, match=r"^config= is an option"):
         audit(TakesData(), x, config=x)

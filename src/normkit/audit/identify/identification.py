@@ -288,6 +288,8 @@ def _shared(probe: Probe, shape: tuple[int, ...], x: Tensor) -> tuple[NormSpec, 
         options = [o for o in layouts(shape, seen) if _fits(o, shape, gains, biases)]
         layout = choose(probe, probe, shape, options)
         found = division(probe, probe, shape, layout, seen.leading_only)
+        if found.statistic == "sum":  # a length is one of features: no norm over space is without a mean
+            layout = next((o for o in options if o.axes == "features"), layout)
     finally:
         for slot, base in kept.items():
             slot.base = slot.base if slot.assumed else base
@@ -363,7 +365,16 @@ def _shared_spec(
     weight_shape: Literal["features", "scalar", "per_head"] = "features"
     if gains:
         features = len(layout.channel_dim) if isinstance(layout.channel_dim, tuple) else 1
-        weight_shape = "scalar" if not gains[0].dims else "per_head" if len(gains[0].dims) > features else "features"
+        single = not isinstance(layout.channel_dim, tuple) and shape[layout.channel_dim] == 1
+        weight_shape = (
+            "features"
+            if single
+            else "scalar"
+            if not gains[0].dims
+            else "per_head"
+            if len(gains[0].dims) > features
+            else "features"
+        )
     return NormSpec(
         axes=layout.axes,
         channel_dim=layout.channel_dim,

@@ -133,6 +133,8 @@ def layouts(shape: tuple[int, ...], seen: Sharing) -> list[Layout]:
     options.append(Layout("features", 1))
     if n == 2:  # one feature dim is the likelier reading, until another rank tells
         options.sort(key=lambda o: (o.axes == "group", o.channel_dim == 1 and o.axes != "batch"))
+    if shape[0] == 1:  # a single sample does not show whether samples share a statistic: the rarer reading
+        options.sort(key=lambda o: o.axes == "batch")
     start, end = (0,) * n, tuple(size - 1 for size in shape)
     fitting = [o for o in options if o.spans(shape, start) == seen.first]
     return [o for o in fitting if seen.leading_only or o.spans(shape, end) == seen.last]

@@ -42,7 +42,7 @@ class Binding:
                 first, last = use.dims[0], self.rank - 1
                 given[argument] = value.reshape(self._sizes(use, range(first, last + 1)))
             else:
-                given[argument] = value.reshape(self._sizes(use, use.dims))
+                given[argument] = value.reshape(self._sizes(use, use.dims) or [1])
         if "running_var" in given and "running_mean" not in given:
             given["running_mean"] = torch.zeros_like(given["running_var"])
         return given

@@ -88,12 +88,23 @@ class Convolutions:
         )
 
     def _on_grid(self, add: Add) -> bool:
-        """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only."""
+        """Whether a branch belongs to a convolutional stream: most branches of the stream are convolutions only.
+
+        A sequence that also attends is a transformer's, be its feed-forward layers convolutions.
+        """
         if not self._all_convolutions(add):
             return False
         origin = self.streams.origin
         peers = [a for a in self.streams.adds.values() if origin[a.node] == origin[add.node]]
-        return 2 * sum(self._all_convolutions(peer) for peer in peers) > len(peers)
+        if 2 * sum(self._all_convolutions(peer) for peer in peers) <= len(peers):
+            return False
+        spatial = len(self.flow.trace.values[self.flow.trace.nodes[add.node].outputs[0]].shape) > 3
+        return spatial or not any(self._attends(peer) for peer in peers)
+
+    def _attends(self, add: Add) -> bool:
+        """Whether a branch holds a map of one activation by another."""
+        flow = self.flow
+        return any(flow.roles[v] is Role.MIX and len(flow.actives(v)) > 1 for v in add.interior)
 
     def _all_convolutions(self, add: Add) -> bool:
         """Whether a branch works on a grid: its maps are convolutions, at least one of them over space."""

@@ -18,6 +18,7 @@ class Ahead:
     activated: bool = False
     scaled: bool = False  # a map is reached only through products with other activations
     others: int = 0
+    norms: list[int] = field(default_factory=list)  # the norms that normalize it once more
 
 
 class Scores:
@@ -130,7 +131,8 @@ class Scores:
                 continue
             seen.add((value, mixes))
             for user in flow.consumers.get(value, ()):
-                if ("softmax" in flow.names[user] and mixes == 0) or flow.names[user] == "topk":
+                softmax = "softmax" in flow.names[user] or flow.names[user] == "logsumexp"
+                if (softmax and mixes == 0) or flow.names[user] == "topk":
                     return True
                 mixes_then = mixes + (flow.roles[user] is Role.MIX)
                 if mixes_then < 2 and flow.roles[user] is not Role.NORM:  # heads of a selection may be summed by a map

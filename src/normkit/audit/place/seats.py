@@ -101,6 +101,9 @@ class _Placer:
     def place_all(self) -> dict[int, NormPlacement]:
         """The placement of every occurrence, in the order of the run."""
         aheads = {vertex: self._ahead(vertex) for vertex in sorted(self.flow.norms)}
+        for ahead in reversed(aheads.values()):  # a norm of a norm: the first is where the second one is
+            if not (ahead.identity or ahead.branch or ahead.mixes):
+                ahead.identity = next((aheads[n].identity for n in ahead.norms if aheads[n].identity), [])
         for vertex, ahead in aheads.items():
             self.seats[vertex] = self._seat(vertex, ahead)
         for vertex, ahead in aheads.items():
@@ -157,8 +160,8 @@ class _Placer:
             data = self.flow.data[other]
             if seat != "post" or data is None or not aheads[other].identity:
                 continue
-            behind = self.flow.root[data]
-            apart = behind in self.streams.adds and self._relation(other, behind)[0] != 0
+            behind = self.streams.last_add(self.flow.root[data])
+            apart = behind is not None and self._relation(other, behind.node)[0] != 0
             if apart and self._relation(other, aheads[other].identity[0].node)[0] == 0:
                 return True
         return False
@@ -408,6 +411,8 @@ class _Placer:
                     ahead.scaled |= not pure
                 elif role is Role.NORM or role is Role.OTHER:
                     ahead.others += 1
+                    if flow.data[user] == value and role is Role.NORM:
+                        ahead.norms.append(user)
                 elif role is Role.MUL:
                     todo.extend((out, False) for out in flow.trace.nodes[user].outputs)
                 else:

@@ -18,7 +18,9 @@ class Streams:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self._normed = {flow.root[call.inputs[0]] for _, call in flow.norms.values() if call.inputs}
+        linked = {add.link for add in flow.adds.values()}
+        carried_on = (call for vertex, (_, call) in flow.norms.items() if vertex in linked)
+        self._normed = {flow.root[call.inputs[0]] for call in carried_on if call.inputs}
         for add in flow.adds.values():
             self._fill(add)
         self.origin = {node: self._origin(node) for node in flow.adds}
