@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -365,16 +365,11 @@ def _shared_spec(
     weight_shape: Literal["features", "scalar", "per_head"] = "features"
     if gains:
         features = len(layout.channel_dim) if isinstance(layout.channel_dim, tuple) else 1
-        single = not isinstance(layout.channel_dim, tuple) and shape[layout.channel_dim] == 1
-        weight_shape = (
-            "features"
-            if single
-            else "scalar"
-            if not gains[0].dims
-            else "per_head"
-            if len(gains[0].dims) > features
-            else "features"
-        )
+        single = features == 1 and gains[0].slot.tensor.numel() == 1 == shape[cast(int, layout.channel_dim)]
+        if single or 0 < len(gains[0].dims) <= features:
+            weight_shape = "features"
+        else:
+            weight_shape = "per_head" if gains[0].dims else "scalar"
     return NormSpec(
         axes=layout.axes,
         channel_dim=layout.channel_dim,

@@ -19,6 +19,7 @@ class Ahead:
     scaled: bool = False  # a map is reached only through products with other activations
     others: int = 0
     norms: list[int] = field(default_factory=list)  # the norms that normalize it once more
+    again: bool = False  # the identity paths are those of such a norm
 
 
 class Scores:

@@ -104,10 +104,12 @@ class _Placer:
         for ahead in reversed(aheads.values()):  # a norm of a norm: the first is where the second one is
             if not (ahead.identity or ahead.branch or ahead.mixes):
                 ahead.identity = next((aheads[n].identity for n in ahead.norms if aheads[n].identity), [])
+                ahead.again = bool(ahead.identity)
         for vertex, ahead in aheads.items():
             self.seats[vertex] = self._seat(vertex, ahead)
         for vertex, ahead in aheads.items():
-            if self.seats[vertex] == "embedding" and ahead.identity and self._opens_block(vertex, ahead, aheads):
+            direct = ahead.identity and not ahead.again
+            if self.seats[vertex] == "embedding" and direct and self._opens_block(vertex, ahead, aheads):
                 self.seats[vertex] = "post"
         conv = Convolutions(self.flow, self.streams, self.around, self._linked)
         return {
