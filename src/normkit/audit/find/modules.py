@@ -22,6 +22,7 @@ from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import alike
 from normkit.audit.place import NormCall
 from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
+from normkit.audit.trace.wrappers import class_name
 from normkit.placement import NormPosition
 
 
@@ -82,7 +83,7 @@ def _module_norms(
             claimed.update(c.nodes)
         yield Occurrence(
             call.name,
-            type(call.module).__name__,
+            class_name(call.module),
             identification,
             norm_calls,
             call.module,

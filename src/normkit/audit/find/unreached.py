@@ -10,6 +10,7 @@ from torch import nn
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import PROJECTIONS, alike
 from normkit.audit.trace.graph import Trace
+from normkit.audit.trace.wrappers import class_name, plain_modules, plain_submodule
 
 _MANY_TENSORS, _LARGE = 6, 2**16
 """A norm holds a gain, a bias, running statistics and a counter at most, none of them a matrix of a projection."""
@@ -40,7 +41,7 @@ def find_unreached(model: nn.Module, trace: Trace) -> tuple[Unreached, ...]:
     read = {trace.values[v].name for node in trace.nodes for v in node.inputs}
     known: dict[Any, Identification] = {}
     found: list[Unreached] = []
-    for name, module in model.named_modules():
+    for name, module in plain_modules(model):
         own = dict((*module.named_parameters(), *module.named_buffers()))
         if id(module) in called or not 0 < len(own) <= _MANY_TENSORS or any(f"{name}.{n}" in read for n in own):
             continue
@@ -52,7 +53,7 @@ def find_unreached(model: nn.Module, trace: Trace) -> tuple[Unreached, ...]:
         if key not in known:
             known[key] = identify(module)
         if known[key]:
-            found.append(Unreached(name, type(module).__name__, known[key].kind, _reason(model, name, called, trace)))
+            found.append(Unreached(name, class_name(module), known[key].kind, _reason(model, name, called, trace)))
     return tuple(found)
 
 
@@ -61,7 +62,7 @@ def _reason(model: nn.Module, name: str, called: set[int], trace: Trace) -> str:
     parts = name.split(".")
     for end in range(1, len(parts)):
         around = ".".join(parts[:end])
-        holder = model.get_submodule(around)
+        holder = plain_submodule(model, around)
         if id(holder) not in called and not isinstance(holder, nn.ModuleList | nn.ModuleDict):
             return f"{around} was never called"
     if trace.error is not None:
