@@ -179,9 +179,8 @@ def _with_features(model: nn.Module, config: Any, parameters: Mapping[str, Any])
             continue
         taken = inspect.signature(method).parameters
         grid = {n: found[0] for n in taken if "grid" in n and n in parameters and (found := layouts(n, config, model))}
-        needed = {
-            n: f[0] for n in _required(taken) if n != source and n in parameters and (f := layouts(n, config, model))
-        }
+        others = [n for n in _required(taken) if n != source and n in parameters]
+        needed = {n: found[0] for n in others if (found := layouts(n, config, model))}
         for tensor in [patches(config)] if grid and source == "pixel_values" else layouts(source, config, model):
             given = {source: tensor, **grid, **needed}
             count = _features(model, method, config, given)

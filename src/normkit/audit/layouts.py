@@ -121,8 +121,8 @@ def _number(value: Any) -> int:
 
 _ENTRY = r"^\s*{name}\s*\(`?(?:torch\.)?(\w+)`?[^\n]*?of shape\s*`?\(([^`)\n]*)\)"
 _SIZES = {
-    "batch_size": BATCH, "batch": BATCH, "bs": BATCH, "sequence_length": LENGTH, "seq_len": LENGTH, "seq_length": LENGTH,
-    "length": LENGTH, "text_sequence_length": LENGTH, "target_sequence_length": TARGET_LENGTH,
+    "batch_size": BATCH, "batch": BATCH, "bs": BATCH, "sequence_length": LENGTH, "seq_len": LENGTH,
+    "seq_length": LENGTH, "length": LENGTH, "text_sequence_length": LENGTH, "target_sequence_length": TARGET_LENGTH,
     "target_length": TARGET_LENGTH, "decoder_sequence_length": TARGET_LENGTH, "num_images": 1, "max_num_images": 1,
     "num_frames": 2, "num_choices": 1, "num_tiles": 1, "max_num_tiles": 1, "num_crops": 1, "num_boxes": 1,
     "nb_points_per_image": 1, "point_batch_size": 1, "num_points_per_image": 1, "num_points": 1, "num_codebooks": 1,
@@ -130,7 +130,7 @@ _SIZES = {
 
 
 def _documented(name: str, config: Any, model: nn.Module) -> Tensor | None:
-    """The layout that a forward's docstring states: ``pixel_values (`torch.FloatTensor` of shape `(batch_size, ...)`)``."""
+    """The layout that a forward's docstring states, such as ``(`torch.FloatTensor` of shape `(batch_size, ...)`)``."""
     entry = re.search(_ENTRY.format(name=re.escape(name)), inspect.getdoc(model.forward) or "", re.MULTILINE)
     if entry is None:
         return None

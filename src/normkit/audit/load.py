@@ -320,11 +320,19 @@ def _from_model_type(
             f"{target!r} is no folder and {_unknown_type(target)}"
             " (a model is: minilm, a folder with a config.json, a transformers model type, or package.module:factory)"
         )
+    return from_config(target, default_config(target), device, inputs, progress)
+
+
+def default_config(kind: str, **changes: Any) -> Any:
+    """The config that transformers has for a model type, with some values changed.
+
+    Raises:
+        ModelError: it has none that is valid.
+    """
     try:
-        config = library.AutoConfig.for_model(target)
-    except Exception as error:
-        raise ModelError(f"{target!r} has no default config: {_one_line(error)}; give a folder with one") from error
-    return from_config(target, config, device, inputs, progress)
+        return transformers().AutoConfig.for_model(kind, **changes)
+    except Exception as error:  # a config may check its fields in any way
+        raise ModelError(f"{kind!r} has no default config: {_one_line(error)}; give a folder with one") from error
 
 
 def from_config(
