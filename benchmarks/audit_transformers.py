@@ -22,13 +22,13 @@ from typing import Any
 
 PAGE = Path(__file__).parent.parent / "docs" / "audit-coverage.md"
 SECONDS, GIB, SHORT = 120, 12, 4
-_DEPTHS = re.compile(r"(num_|n_)?(\w*_)?(layers?|blocks)$")
 MODALITIES = ("text", "vision", "audio", "several", "unknown")
 
 
 def audit_type(kind: str, layers: int | None, device: str) -> dict[str, Any]:
     """One row: how the audit of a model type went, and what it found."""
     from normkit.audit import AuditError, audit, load
+    from normkit.audit.shallow import shallow
 
     row: dict[str, Any] = {"type": kind, "modality": _listed_modality(kind)}
     started = time.perf_counter()
@@ -95,32 +95,6 @@ def _listed_modality(kind: str) -> str:
     if any(kind in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in text):
         return "text"
     return "unknown"
-
-
-def shallow(kind: str, layers: int) -> Any:
-    """The default config with every stack cut to a few layers, where the config allows it."""
-    from normkit.audit import load
-
-    whole = load.default_config(kind)
-    cut = {k: v for k, v in _cut(whole.to_dict(), layers).items() if hasattr(whole, k)}
-    for given in (cut, {k: v for k, v in cut.items() if not isinstance(v, dict)}):
-        try:
-            return load.default_config(kind, **given)
-        except load.ModelError:
-            continue
-    return whole
-
-
-def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _cut(value, layers) | ({"model_type": value["model_type"]} if value.get("model_type") else {})
-        elif _DEPTHS.fullmatch(key) and type(value) is int and value > layers:
-            found[key] = layers
-        elif key == "depths" and isinstance(value, list):
-            found[key] = [min(n, layers) for n in value]
-    return found
 
 
 def _worker(kind: str, layers: int | None, device: str, gib: int, to: Connection) -> None:
