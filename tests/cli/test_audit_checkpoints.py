@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Callable
@@ -122,7 +123,9 @@ def test_shards(indexed: bool, lead: str, folder: Path, weights: dict[str, Tenso
         save_file({name: weights[name] for name in held}, folder / file, {"format": "pt"})
     index = folder / f"{lead}.safetensors.index.json"
     if indexed:
-        index.write_text(json.dumps({"weight_map": {name: file for file, held in files.items() for name in held}}))
+        index.write_text(
+            json.dumps({"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}})
+        )
     first = folder / next(iter(files))
     for path in (folder, first, *([index] if indexed else [])):
         assert gains_of(path)[GAIN.removesuffix(".weight")] == pytest.approx(MARK), path
@@ -164,14 +167,21 @@ def test_a_program_is_refused(folder: Path) -> None:
     assert "TorchScript" in refused(run(str(folder / "weights.pt")))
 
 
+def saved(value: Any) -> bytes:
+    target = io.BytesIO()
+    torch.save(value, target)
+    return target.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "cannot read"),
         (b"\x80", "cannot read"),
         (b"PK\x03\x04 no archive", "cannot read"),
-        (pickle.dumps({"step": 3}), "no tensors"),
-        (pickle.dumps(["not", "a", "mapping"]), "no tensors"),
+        (saved({"step": 3}), "no tensors"),
+        (saved(["not", "a", "mapping"]), "no tensors"),
+        (saved(torch.ones(3)), "none of its tensors fits"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt"])

@@ -6,7 +6,6 @@ Sizes come from the config, or from the config of one modality.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -36,8 +35,7 @@ def layouts(name: str, config: Any, model: nn.Module | None = None) -> list[Tens
 
 def tokens(config: Any, length: int) -> Tensor:
     """Ids that a vocabulary has."""
-    vocabulary = find(config, "vocab_size", 100)
-    vocabulary = vocabulary if isinstance(vocabulary, int) else min(vocabulary)
+    vocabulary = number(config, "vocab_size", default=100)
     generator = torch.Generator().manual_seed(0)
     low = min(3, max(0, vocabulary - 1))  # the first ids are often padding and other special tokens
     return torch.randint(low, vocabulary, (BATCH, length), generator=generator)
@@ -57,23 +55,37 @@ def find(config: Any, name: str, default: Any) -> Any:
     return default
 
 
+def number(config: Any, *names: str, default: int) -> int:
+    """The first whole number, or the first of a pair, that a config holds under one of some names."""
+    for name in names:
+        value = find(config, name, None)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return default
+
+
 def _known(name: str, config: Any) -> Iterator[Tensor]:
     if name in _TOKENS:
         yield tokens(config, LENGTH)
     elif name == "bbox":
         yield torch.zeros(BATCH, LENGTH, 4, dtype=torch.int64)
-    elif name in ("visual_feats", "visual_pos"):
-        yield floats(BATCH, 5, find(config, "visual_feat_dim" if name == "visual_feats" else "visual_pos_dim", 64))
+    elif name == "visual_feats":
+        yield floats(BATCH, 5, number(config, "visual_feat_dim", default=64))
+    elif name == "visual_pos":
+        yield floats(BATCH, 5, number(config, "visual_pos_dim", default=4))
     elif name in ("pixel_values", "pixel_values_videos"):
         yield from _images(config, video=name.endswith("videos"))
     elif name == "flattened_patches":
-        yield floats(BATCH, LENGTH, find(config, "patch_embed_hidden_size", find(config, "hidden_size", 768)))
+        yield floats(BATCH, LENGTH, number(config, "patch_embed_hidden_size", "hidden_size", default=768))
     elif name in ("input_features", "audio_input_features"):
-        mels = find(config, "num_mel_bins", find(config, "input_feat_per_channel", find(config, "input_dim", 80)))
-        frames = 2 * find(config, "max_source_positions", 64)
+        mels = number(
+            config, "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim", default=80
+        )
+        frames = 2 * number(config, "max_source_positions", default=64)
         yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels))
     elif name in ("input_values", "decoder_input_values"):
-        mels, frames = find(config, "num_mel_bins", 80), find(config, "max_length", 128)
+        mels, frames = number(config, "num_mel_bins", default=80), number(config, "max_length", default=128)
         yield from (floats(BATCH, 8000), floats(BATCH, 1, 8000), floats(BATCH, frames, mels))
     elif name in ("image_grid_thw", "video_grid_thw"):
         yield torch.tensor([[1, _PER_IMAGE, _PER_IMAGE]] * BATCH)
@@ -84,37 +96,35 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
 
 def patches(config: Any) -> Tensor:
     """Images as rows of flattened patches of all of them, as they go with a grid."""
-    patch, frames = _number(find(config, "patch_size", 14)), find(config, "temporal_patch_size", 1)
-    channels = find(config, "in_channels", find(config, "in_chans", find(config, "num_channels", 3)))
-    return floats(BATCH * _PER_IMAGE**2, channels * frames * patch * patch)
+    patch = number(config, "patch_size", "spatial_patch_size", default=14)
+    frames = number(config, "temporal_patch_size", default=1)
+    return floats(BATCH * _PER_IMAGE**2, _channels(config) * frames * patch * patch)
 
 
 def _images(config: Any, video: bool) -> Iterator[Tensor]:
     """Images as B C H W, as several for each sample, and as flat patches."""
-    channels = find(config, "num_channels", find(config, "in_channels", find(config, "in_chans", 3)))
-    height, width = _size(config)
-    frames, patch = find(config, "num_frames", find(config, "frames_per_clip", 2)), find(config, "patch_size", 16)
+    channels, (height, width) = _channels(config), _size(config)
+    patch = number(config, "patch_size", default=16)
     if not video:
         yield floats(BATCH, channels, height, width)
         if find(config, "image_size", None) is None:
             yield floats(BATCH, channels, 224, 224)
-    several = frames if video or find(config, "num_frames", None) is not None else 1
+    several = number(config, "num_frames", "frames_per_clip", "tubelet_size", default=2 if video else 1)
     yield floats(BATCH, several, channels, height, width)
-    square = patch * patch if isinstance(patch, int) else math.prod(patch)
-    yield floats(BATCH, 16, channels * square)
+    yield floats(BATCH, 16, channels * patch * patch)
     yield patches(config)
 
 
+def _channels(config: Any) -> int:
+    return number(config, "num_channels", "in_channels", "in_chans", default=3)
+
+
 def _size(config: Any) -> tuple[int, int]:
-    size = find(config, "image_size", find(config, "crop_size", 64))
+    size = find(config, "image_size", find(config, "crop_size", find(config, "img_size", 64)))
     if isinstance(size, dict):
         size = [size.get("height", size.get("shortest_edge", 64)), size.get("width", size.get("shortest_edge", 64))]
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return height, width
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else next(iter(value))
+    height, width = (size[-2], size[-1]) if isinstance(size, list | tuple) and len(size) > 1 else (size, size)
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else (64, 64)
 
 
 # ---- by documentation ----

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from normkit.audit.trace.graph import is_freed
+
 Key = int | str
 """An argument: its position, or its keyword."""
 
@@ -133,9 +135,7 @@ def has_values(tensor: Tensor) -> bool:
     """Whether numbers can be read from it: not on meta, no fake or sharded subclass, its memory not freed."""
     plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, nn.Parameter | nn.Buffer)
     wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # a sharded parameter is both
-    if not plain or wrapped or tensor.is_meta or tensor.layout is not torch.strided:
-        return False
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    return plain and not wrapped and not tensor.is_meta and tensor.layout is torch.strided and not is_freed(tensor)
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -226,6 +226,14 @@ class _Recorder(TorchDispatchMode):
             self._protected.setdefault(id(storage), tensor)
         return value
 
+    def _gathered(self, parameter: Tensor, name: str) -> None:
+        """A sharded parameter is another tensor while its module runs: one that was computed, from a collective."""
+        known = self._storage(parameter).known
+        layout = self._layout(parameter)
+        if layout in known and self.trace.values[known[layout][0]].origin == "node":
+            del known[layout]
+        self._leaf(parameter, "parameter", name)
+
     def register_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         named = [(str(i), arg) for i, arg in enumerate(args)] + list(kwargs.items())
         inputs = [
@@ -396,8 +404,8 @@ class _Recorder(TorchDispatchMode):
             order,
             len(self.trace.nodes),
         )
-        for key, parameter in module.named_parameters(recurse=False):  # a sharded one is another tensor by now
-            self._leaf(parameter, "parameter", _joined(call.name, key))
+        for key, parameter in module.named_parameters(recurse=False):
+            self._gathered(parameter, _joined(call.name, key))
         found: list[int] = []
         call.args = tuple(self._template(arg, found) for arg in args)
         call.kwargs = {name: self._template(arg, found) for name, arg in kwargs.items()}

@@ -39,7 +39,7 @@ _WRAPPERS: tuple[tuple[str, str, str | Callable[[nn.Module], str]], ...] = (
     ("peft", "PeftModel", "base_model"),
     ("peft.tuners.tuners_utils", "BaseTuner", "model"),
     ("peft.utils.other", "ModulesToSaveWrapper", _adapter("modules_to_save")),
-    ("peft.tuners.ln_tuning", "LNTuningLayer", _adapter("ln_tuning_layers")),
+    ("peft.tuners.ln_tuning.layer", "LNTuningLayer", _adapter("ln_tuning_layers")),
 )
 """(where it is imported from, class, attribute path of the module inside)."""
 
