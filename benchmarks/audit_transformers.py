@@ -9,11 +9,13 @@ A type that takes too long at its default depth is run once more with its stacks
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import re
 import resource
+import signal
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
@@ -31,7 +33,7 @@ def audit_type(kind: str, layers: int | None, device: str) -> dict[str, Any]:
     from normkit.audit.shallow import shallow
 
     row: dict[str, Any] = {"type": kind, "modality": _listed_modality(kind)}
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         config = shallow(kind, layers) if layers else load.default_config(kind)
         loaded = load.from_config(kind, config, None if device == "meta" else device)
@@ -52,7 +54,7 @@ def audit_type(kind: str, layers: int | None, device: str) -> dict[str, Any]:
     return row | {
         "status": "ran",
         "device": result.device,
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(time.process_time() - started, 1),
         "norms": len(result.norms),
         "other": sum(norm.kind == "other" for norm in result.norms),
         "groups": [f"{n} x {text}" for text, n in groups.items()],
@@ -97,11 +99,12 @@ def _listed_modality(kind: str) -> str:
     return "unknown"
 
 
-def _worker(kind: str, layers: int | None, device: str, gib: int, to: Connection) -> None:
+def _worker(kind: str, layers: int | None, device: str, seconds: int, gib: int, to: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         to.send(audit_type(kind, layers, device))
@@ -109,31 +112,27 @@ def _worker(kind: str, layers: int | None, device: str, gib: int, to: Connection
         to.send({"type": kind, "status": "crashed", "reason": f"{type(error).__name__}: {str(error)[:300]}"})
 
 
-def run(kind: str, layers: int | None, device: str, seconds: float, gib: int) -> dict[str, Any]:
-    """One type within its time and memory; cut where it takes too long as it is."""
+def run(kind: str, layers: int | None, device: str, seconds: int, gib: int) -> dict[str, Any]:
+    """One type within its processor time and memory; cut where it takes too long as it is."""
     row = _run(kind, layers, device, seconds, gib)
     if row.get("late") and layers is None:
         return _run(kind, SHORT, device, seconds, gib) | {"layers": SHORT}
     return row
 
 
-def _run(kind: str, layers: int | None, device: str, seconds: float, gib: int) -> dict[str, Any]:
+def _run(kind: str, layers: int | None, device: str, seconds: int, gib: int) -> dict[str, Any]:
     """One type in a forked process, which shares the imported libraries."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_worker, args=(kind, layers, device, gib, sending))
+    process = context.Process(target=_worker, args=(kind, layers, device, seconds, gib, sending))
     process.start()
     sending.close()
-    row: dict[str, Any] = {"type": kind, "status": "crashed", "reason": f"over {seconds:.0f} s", "late": True}
-    try:
-        if receiving.poll(seconds):
-            row = receiving.recv()
-    except EOFError:
-        row = {"type": kind, "status": "crashed", "reason": f"the process died (within {gib} GiB)"}
-    if process.is_alive():
-        process.join(1)
-        process.kill()
+    row: dict[str, Any] = {"type": kind, "status": "crashed", "reason": f"the process died (within {gib} GiB)"}
+    with contextlib.suppress(EOFError):
+        row = receiving.recv()
     process.join()
+    if process.exitcode == -signal.SIGXCPU:
+        row |= {"reason": f"over {seconds} s", "late": True}
     return row
 
 
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--device", default="meta", choices=("meta", "cpu"))
     parser.add_argument("--out", type=Path, help="append the rows as JSON lines; types already there are not run again")
     parser.add_argument("--page", action="store_true", help="write docs/audit-coverage.md from the rows")
-    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="processor time of one type")
     parser.add_argument("--gib", type=int, default=GIB)
     given = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
