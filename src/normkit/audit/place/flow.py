@@ -393,6 +393,8 @@ class Flow:
             if len(actives) != 1:
                 continue
             start = self.root[actives[0]]
+            while start >= 0 and self.roles[start] is Role.POOL and self.data[start] is not None:
+                start = self.root[self.data[start] or 0]  # a shortcut that pools before its map
             if self._source(start, branch, 2, exact=True) is not None and not self._is_linear(start, branch):
                 return Add(index, identity, branch, start, projected=True, link=start)
         return None
