@@ -2,16 +2,20 @@
 
 Run: python benchmarks/audit_transformers.py --page     every type on the meta device, then docs/audit-coverage.md
      python benchmarks/audit_transformers.py llama t5   only these; --layers 2 cuts stacks, --out FILE keeps rows
+
+A type that takes too long at its default depth is run once more with its stacks cut, and the page says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import re
 import resource
+import signal
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
@@ -19,24 +23,24 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent.parent / "docs" / "audit-coverage.md"
-SECONDS, GIB = 240, 12
-_DEPTHS = re.compile(r"(num_|n_)?(\w*_)?(layers?|blocks)$")
+SECONDS, GIB, SHORT = 120, 12, 4
 MODALITIES = ("text", "vision", "audio", "several", "unknown")
 
 
 def audit_type(kind: str, layers: int | None, device: str) -> dict[str, Any]:
     """One row: how the audit of a model type went, and what it found."""
     from normkit.audit import AuditError, audit, load
+    from normkit.audit.shallow import shallow
 
     row: dict[str, Any] = {"type": kind, "modality": _listed_modality(kind)}
-    started = time.perf_counter()
+    started = time.process_time()
     try:
-        config = shallow(kind, layers) if layers else load.transformers().AutoConfig.for_model(kind)
+        config = shallow(kind, layers) if layers else load.default_config(kind)
         loaded = load.from_config(kind, config, None if device == "meta" else device)
-        row |= {"modality": modality(loaded.model, loaded.kwargs), "parameters": _size(loaded.model)}
+        row |= {"modality": modality(loaded.kwargs), "parameters": _size(loaded.model), "inputs": shapes(loaded.kwargs)}
         result = audit(loaded.model, *loaded.args, **loaded.kwargs)
     except load.ModelError as error:
-        built = "inputs" in str(error)
+        built = "no guess for the inputs" in str(error)
         return row | {"status": "no inputs" if built else "not built", "reason": str(error)}
     except AuditError as error:
         return row | {"status": "failed", "reason": str(error)}
@@ -50,7 +54,7 @@ def audit_type(kind: str, layers: int | None, device: str) -> dict[str, Any]:
     return row | {
         "status": "ran",
         "device": result.device,
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(time.process_time() - started, 1),
         "norms": len(result.norms),
         "other": sum(norm.kind == "other" for norm in result.norms),
         "groups": [f"{n} x {text}" for text, n in groups.items()],
@@ -65,13 +69,21 @@ def _size(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def modality(model: Any, inputs: dict[str, Any]) -> str:
+def shapes(inputs: dict[str, Any]) -> dict[str, str]:
+    """The inputs that were guessed, as ``--inputs`` takes them."""
+    tensors = {name: value for name, value in inputs.items() if hasattr(value, "shape")}
+    return {
+        name: "x".join(map(str, t.shape)) + f":{str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()
+    }
+
+
+def modality(inputs: dict[str, Any]) -> str:
     """By the inputs that the model takes."""
-    names = {n for n in inputs if not n.startswith(("decoder_", "use_", "attention_", "bbox"))}
+    names = {n for n in inputs if not n.startswith(("decoder_", "use_", "attention_", "bbox")) and "mask" not in n}
     seen = {
         "text": bool(names & {"input_ids", "inputs_embeds"}),
-        "vision": any("pixel" in n or "image" in n for n in names),
-        "audio": any("input_values" in n or "features" in n or "audio" in n for n in names),
+        "vision": any("pixel" in n or "image" in n or "patches" in n or "visual" in n for n in names),
+        "audio": any("input_values" in n or "features" in n or "audio" in n or "spectrogram" in n for n in names),
     }
     kinds = [name for name, present in seen.items() if present]
     return kinds[0] if len(kinds) == 1 else "several" if kinds else "unknown"
@@ -87,38 +99,12 @@ def _listed_modality(kind: str) -> str:
     return "unknown"
 
 
-def shallow(kind: str, layers: int) -> Any:
-    """The default config with every stack cut to a few layers, where the config allows it."""
-    from transformers import AutoConfig
-
-    whole = AutoConfig.for_model(kind)
-    cut = {k: v for k, v in _cut(whole.to_dict(), layers).items() if hasattr(whole, k)}
-    for given in (cut, {k: v for k, v in cut.items() if not isinstance(v, dict)}):
-        try:
-            config = AutoConfig.for_model(kind, **given)
-        except Exception:  # a config may check its fields in any way
-            continue
-        return config
-    return whole
-
-
-def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _cut(value, layers) | ({"model_type": value["model_type"]} if value.get("model_type") else {})
-        elif _DEPTHS.fullmatch(key) and type(value) is int and value > layers:
-            found[key] = layers
-        elif key == "depths" and isinstance(value, list):
-            found[key] = [min(n, layers) for n in value]
-    return found
-
-
-def _worker(kind: str, layers: int | None, device: str, gib: int, to: Connection) -> None:
+def _worker(kind: str, layers: int | None, device: str, seconds: int, gib: int, to: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         to.send(audit_type(kind, layers, device))
@@ -126,23 +112,27 @@ def _worker(kind: str, layers: int | None, device: str, gib: int, to: Connection
         to.send({"type": kind, "status": "crashed", "reason": f"{type(error).__name__}: {str(error)[:300]}"})
 
 
-def run(kind: str, layers: int | None, device: str, seconds: float, gib: int) -> dict[str, Any]:
-    """One type in a forked process (which shares the imported libraries), within its time and memory."""
+def run(kind: str, layers: int | None, device: str, seconds: int, gib: int) -> dict[str, Any]:
+    """One type within its processor time and memory; cut where it takes too long as it is."""
+    row = _run(kind, layers, device, seconds, gib)
+    if row.get("late") and layers is None:
+        return _run(kind, SHORT, device, seconds, gib) | {"layers": SHORT}
+    return row
+
+
+def _run(kind: str, layers: int | None, device: str, seconds: int, gib: int) -> dict[str, Any]:
+    """One type in a forked process, which shares the imported libraries."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_worker, args=(kind, layers, device, gib, sending))
+    process = context.Process(target=_worker, args=(kind, layers, device, seconds, gib, sending))
     process.start()
     sending.close()
-    row: dict[str, Any] = {"type": kind, "status": "crashed", "reason": f"over {seconds:.0f} s"}
-    try:
-        if receiving.poll(seconds):
-            row = receiving.recv()
-    except EOFError:
-        row["reason"] = f"the process died (within {gib} GiB)"
-    if process.is_alive():
-        process.join(1)
-        process.kill()
+    row: dict[str, Any] = {"type": kind, "status": "crashed", "reason": f"the process died (within {gib} GiB)"}
+    with contextlib.suppress(EOFError):
+        row = receiving.recv()
     process.join()
+    if process.exitcode == -signal.SIGXCPU:
+        row |= {"reason": f"over {seconds} s", "late": True}
     return row
 
 
@@ -150,7 +140,8 @@ def page(rows: list[dict[str, Any]], layers: int | None) -> str:
     """The table of docs/audit-coverage.md."""
     import transformers
 
-    depth = f", every stack cut to {layers} layers" if layers else ""
+    depth = f", every stack cut to {layers} layers" if layers else ", at its default depth"
+    late = [r["type"] for r in rows if r.get("layers")]
     lines = [
         "# What an audit can run",
         "",
@@ -159,6 +150,8 @@ def page(rows: list[dict[str, Any]], layers: int | None) -> str:
         "Made by `python benchmarks/audit_transformers.py --page`.",
         "",
         "Where a model does not run on meta, it is built on the CPU, up to two billion parameters.",
+        "A guessed value is one that control flow or a shape asked of a meta tensor.",
+        *([f"Cut to {SHORT} layers a stack, because they take over {SECONDS} s: {', '.join(late)}."] if late else []),
         "",
         "| inputs | built | ran on meta | ran on the CPU | share |",
         "|---|---|---|---|---|",
@@ -169,6 +162,11 @@ def page(rows: list[dict[str, Any]], layers: int | None) -> str:
         ran = sum(r["status"] == "ran" for r in built)
         if built:
             lines.append(f"| {name} | {len(built)} | {meta} | {ran - meta} | {100 * ran / len(built):.0f} % |")
+    total = [r for r in rows if r["status"] != "not built"]
+    ran = [r for r in total if r["status"] == "ran"]
+    on_meta = sum(r["device"] == "meta" for r in ran)
+    share = 100 * len(ran) / max(1, len(total))
+    lines += [f"| all | {len(total)} | {on_meta} | {len(ran) - on_meta} | {share:.0f} % |"]
     lines += ["", "## Ran", "", "| type | inputs | norms | placements | guessed values |", "|---|---|---|---|---|"]
     for row in sorted((r for r in rows if r["status"] == "ran"), key=lambda r: r["type"]):
         seats: Counter[str] = Counter()
@@ -177,7 +175,8 @@ def page(rows: list[dict[str, Any]], layers: int | None) -> str:
             seats[text.rsplit(" | ", 1)[1]] += int(count)
         placed = ", ".join(f"{n} {seat}" for seat, n in seats.items())
         guessed = "; ".join(row["guesses"]).replace("|", "/")
-        lines.append(f"| {row['type']} | {row['modality']} | {row['norms']} | {placed} | {guessed[:200]} |")
+        given = ", ".join(f"{n}={s}" for n, s in row.get("inputs", {}).items() if not n.endswith("attention_mask"))
+        lines.append(f"| {row['type']} | {given} | {row['norms']} | {placed} | {guessed[:160]} |")
     lines += ["", "## Did not run", "", "| type | inputs | status | reason |", "|---|---|---|---|"]
     for row in sorted((r for r in rows if r["status"] != "ran"), key=lambda r: r["type"]):
         reason = row["reason"].replace("|", "/")
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--device", default="meta", choices=("meta", "cpu"))
     parser.add_argument("--out", type=Path, help="append the rows as JSON lines; types already there are not run again")
     parser.add_argument("--page", action="store_true", help="write docs/audit-coverage.md from the rows")
-    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="processor time of one type")
     parser.add_argument("--gib", type=int, default=GIB)
     given = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -22,6 +22,7 @@ from normkit.audit.reruns import Reruns
 from normkit.audit.result import SEVERITIES, Audit, BranchRecord, NormRecord, Severity
 from normkit.audit.trace import trace_past_failures
 from normkit.audit.trace.graph import TensorInfo, Trace
+from normkit.audit.trace.wrappers import class_name, unwrapped
 
 ROLES = ("weight", "bias", "running_mean", "running_var")
 
@@ -118,7 +119,7 @@ def audit(
     )
     parameters = list(model.parameters())
     return Audit(
-        model=type(model).__name__,
+        model=class_name(unwrapped(model)),
         norms=norms,
         branches=branches,
         findings=rules.check(evidence, chosen),
@@ -231,7 +232,7 @@ def assert_clean(
 
 def _config_of(model: nn.Module, config: Any) -> Mapping[str, Any]:
     """A config as plain values."""
-    config = getattr(model, "config", None) if config is None else config
+    config = getattr(unwrapped(model), "config", None) if config is None else config
     to_dict = getattr(config, "to_dict", None)
     made = to_dict() if callable(to_dict) else config
     return made if isinstance(made, Mapping) else {}
@@ -300,6 +301,12 @@ def _branch(found: Branch) -> BranchRecord:
 def _refusal(model: nn.Module, recorded: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """One line: who raised, what, what it was given, and what to do."""
     assert recorded.error is not None
+    if _lacks_forward(recorded.error):
+        parts = ", ".join([f"model.{name}" for name, _ in unwrapped(model).named_children()][:6])
+        return (
+            f"{class_name(unwrapped(model))} holds a module without a forward, or is one: define it, or audit what is "
+            f"run instead{f' (it has {parts})' if parts else ''}"
+        )
     where = recorded.failures[0].module if recorded.failures else ""
     given = [_described(a) for a in args] + [f"{name}={_described(v)}" for name, v in kwargs.items()]
     takes = ", ".join(inspect.signature(model.forward).parameters)
@@ -307,6 +314,14 @@ def _refusal(model: nn.Module, recorded: Trace, args: tuple[Any, ...], kwargs: d
         f"{type(model).__name__} raised {_said(recorded.error)} (in {where or 'its own forward'}); it was called with "
         f"{', '.join(given) or 'nothing'} and takes {takes}: give inputs that fit"
     )
+
+
+def _lacks_forward(error: BaseException) -> bool:
+    """Whether an exception was raised by what stands in for a forward that was never defined."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_code is nn.Module.forward.__code__
 
 
 def _described(value: Any) -> str:

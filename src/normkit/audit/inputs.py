@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import linecache
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.audit.layouts import BATCH, LENGTH, TARGET_LENGTH, floats, layouts, patches, tokens
 from normkit.audit.trace import trace
+from normkit.audit.trace.graph import Trace
 
-_BATCH, _LENGTH, _TARGET_LENGTH = 2, 16, 9
 _TRIED = 12
+_ADDED = 5
+"""How many inputs may be added, one after another, because the model asks for them."""
 _DTYPES = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
@@ -28,9 +32,10 @@ class InputError(Exception):
 
 
 def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Inputs for a transformers model, from its forward's parameter names and its config's sizes.
+    """Inputs for a transformers model, from its forward's parameter names, its config's sizes and its documentation.
 
-    Where several layouts are in use for one kind of input, the first that the model runs on is taken.
+    Where several layouts are in use for one kind of input, the first that the model runs on is taken; if it runs on
+    none, the one that it gets farthest with, and what it then asks for.
 
     Raises:
         InputError: the model has no input that is known here.
@@ -45,7 +50,43 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
         )
     if len(tries) == 1:
         return tries[0]
-    return next((given for given in tries if runs(model, given)), tries[0])
+    farthest, best = -1, tries[0]
+    for given in tries:
+        recorded = _trial(model, given)
+        if recorded.error is None:
+            return given
+        if len(recorded.nodes) > farthest:
+            farthest, best = len(recorded.nodes), given
+    return helped(model, config, best)
+
+
+def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs with what the model complains that it lacks, if that makes it run; else as they were."""
+    parameters = inspect.signature(model.forward).parameters
+    more = dict(given)
+    for _ in range(_ADDED):
+        error = _trial(model, more).error
+        if error is None:
+            return more
+        lacking = [n for n in _asked_for(error, parameters) if n not in more and layouts(n, config, model)]
+        if not lacking:
+            break
+        more[lacking[0]] = layouts(lacking[0], config, model)[0]
+    return given
+
+
+def _asked_for(error: BaseException, parameters: Mapping[str, Any]) -> list[str]:
+    """The arguments that an exception is about: named in its message, or None in the line that raised it."""
+    text = str(error)
+    found = [name for name in parameters if re.search(rf"\b{name}\b", text)]
+    frame = error.__traceback__
+    while frame is not None and isinstance(error, TypeError | AttributeError):
+        line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+        held = frame.tb_frame.f_locals
+        found += [n for n in parameters if held.get(n, n) is None and re.search(rf"\b{n}\b", line)]
+        frame = frame.tb_next
+    names = list(dict.fromkeys(found))
+    return [n for n in names if not (n.endswith("inputs_embeds") and n.replace("inputs_embeds", "input_ids") in names)]
 
 
 def complete(model: nn.Module, config: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -59,9 +100,9 @@ def complete(model: nn.Module, config: Any, given: Mapping[str, Tensor]) -> dict
         return guess_inputs(model, config)
     parameters = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "") or next(iter(parameters), ""))
-    other = any(name in parameters and _layouts(name, config) for name in given)  # it stands for the main input
+    other = any(name in parameters and layouts(name, config, model) for name in given)  # it stands for the main input
     wanted = [n for n in (*(() if other else (main,)), *_required(parameters)) if n in parameters and n not in given]
-    guessed = {n: layouts[0] for n in wanted if (layouts := _layouts(n, config))}
+    guessed = {n: found[0] for n in wanted if (found := layouts(n, config, model))}
     made = _completed({**guessed, **given}, config, parameters)
     return {**made, **given}
 
@@ -83,17 +124,12 @@ def _check_names(model: nn.Module, given: Mapping[str, Tensor]) -> None:
 def _candidates(model: nn.Module, config: Any, main: str, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     """Sets of inputs, the likeliest first."""
     names = [n for n in (main, *_needed_beside(model, main), *_required(parameters)) if n in parameters]
-    choices = {n: layouts for n in dict.fromkeys(names) if (layouts := _layouts(n, config))}
-    if not choices:
-        return
-    for picked in itertools.islice(itertools.product(*choices.values()), _TRIED):
+    choices = {n: found for n in dict.fromkeys(names) if (found := layouts(n, config, model))}
+    if "input_ids" in parameters:
+        for given in _with_features(model, config, parameters):
+            yield _completed(given, config, parameters)
+    for picked in itertools.islice(itertools.product(*choices.values()), _TRIED if choices else 0):
         yield _completed(dict(zip(choices, picked, strict=True)), config, parameters)
-    image = next((n for n in ("pixel_values",) if n in choices), None)
-    if image is not None and "input_ids" in parameters and hasattr(model, "get_image_features"):
-        for pixels in choices[image]:
-            ids = _image_tokens(model, config, pixels)
-            if ids is not None:
-                yield _completed({"input_ids": ids, image: pixels}, config, parameters)
     if len(choices) > 1 and "input_ids" in choices:
         yield _completed({"input_ids": choices["input_ids"][0]}, config, parameters)
 
@@ -102,7 +138,7 @@ def _completed(inputs: dict[str, Tensor], config: Any, parameters: Mapping[str, 
     """With the decoder's tokens and the mask that go with some inputs."""
     pair = getattr(config, "is_encoder_decoder", False) or getattr(config, "decoder", None) is not None
     if pair and "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = _tokens(config, _TARGET_LENGTH)
+        inputs["decoder_input_ids"] = tokens(config, TARGET_LENGTH)
     if "input_ids" in inputs and "attention_mask" in parameters:
         inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.int64)
     return inputs
@@ -110,11 +146,14 @@ def _completed(inputs: dict[str, Tensor], config: Any, parameters: Mapping[str, 
 
 def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Whether a model runs on some inputs."""
-    device = _device(model)
-    given: dict[str, Any] = {name: materialize(value, device) for name, value in inputs.items()}
+    return _trial(model, inputs).error is None
+
+
+def _trial(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
+    given = placed(inputs, _device(model))
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = False
-    return trace(model, (), given).error is None
+    return trace(model, (), given)
 
 
 def _device(model: nn.Module) -> str:
@@ -123,27 +162,52 @@ def _device(model: nn.Module) -> str:
     return "meta" if "meta" in devices else devices[0]
 
 
-def _image_tokens(model: nn.Module, config: Any, pixels: Tensor) -> Tensor | None:
-    """Tokens that all stand for pieces of an image: as many as the model makes of these pixels."""
-    token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    device = _device(model)
-    holder = _ImageFeatures(model)
-    recorded = trace(holder, (pixels.to(device),))
-    if token is None or recorded.error is not None or not recorded.outputs:
-        return None
+_MODALITIES = (
+    ("get_image_features", ("pixel_values",), ("image_token_id", "image_token_index")),
+    ("get_audio_features", ("input_features", "input_values"), ("audio_token_id", "audio_token_index")),
+)
+"""(what makes features of one modality, what it makes them of, where the config has the token that stands for them)."""
+
+
+def _with_features(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Tokens that all stand for pieces of an image or of a sound: as many as the model makes of it."""
+    for getter, sources, ids in _MODALITIES:
+        method = getattr(model, getter, None)
+        token = next((t for name in ids if (t := getattr(config, name, None)) is not None), None)
+        source = next((name for name in sources if name in parameters), None)
+        if method is None or token is None or source is None:
+            continue
+        taken = inspect.signature(method).parameters
+        grid = {n: found[0] for n in taken if "grid" in n and n in parameters and (found := layouts(n, config, model))}
+        others = [n for n in _required(taken) if n != source and n in parameters]
+        needed = {n: found[0] for n in others if (found := layouts(n, config, model))}
+        for tensor in [patches(config)] if grid and source == "pixel_values" else layouts(source, config, model):
+            given = {source: tensor, **grid, **needed}
+            count = _features(model, method, config, given)
+            if count:
+                text = {"input_ids": torch.full((BATCH, count // BATCH), token, dtype=torch.int64)}
+                if "mm_token_type_ids" in parameters:
+                    text["mm_token_type_ids"] = torch.ones_like(text["input_ids"])
+                yield {**text, **given}
+
+
+def _features(model: nn.Module, method: Any, config: Any, given: dict[str, Tensor]) -> int:
+    """How many vectors as wide as the text's a model makes of an image or a sound; 0 if it does not run."""
+    recorded = trace(_Features(model, method), (), placed(given, _device(model)))
+    if recorded.error is not None:
+        return 0
     width = getattr(getattr(config, "text_config", config), "hidden_size", None)
     made = [recorded.values[v].shape for v in recorded.outputs if recorded.values[v].shape[-1:] == (width,)]
-    count = sum(math.prod(shape[:-1]) for shape in made)
-    return torch.full((_BATCH, count // _BATCH), token, dtype=torch.int64) if count else None
+    return sum(math.prod(shape[:-1]) for shape in made)
 
 
-class _ImageFeatures(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+class _Features(nn.Module):
+    def __init__(self, model: nn.Module, method: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.method = model, method
 
-    def forward(self, pixels: Tensor) -> Any:
-        features = self.model.get_image_features(pixel_values=pixels)  # type: ignore[operator]
+    def forward(self, **given: Tensor) -> Any:
+        features = self.method(**given)
         pooled = getattr(features, "pooler_output", None)
         return features if pooled is None else pooled
 
@@ -160,66 +224,6 @@ def _needed_beside(model: nn.Module, main: str) -> tuple[str, ...]:
     config = getattr(model, "config", None)
     both = getattr(config, "vision_config", None) is not None and getattr(config, "text_config", None) is not None
     return tuple(n for n in ("input_ids", "pixel_values") if both and n != main and n in parameters)
-
-
-def _layouts(name: str, config: Any) -> list[Tensor]:
-    """The layouts in which an input of this name is given to models."""
-    if name in ("input", "inputs") and config is None:
-        return []
-    if name in ("input_ids", "decoder_input_ids", "inputs", "input", "qformer_input_ids", "task_inputs"):
-        return [_tokens(config, _LENGTH)]
-    if name in ("bbox",):
-        return [torch.zeros(_BATCH, _LENGTH, 4, dtype=torch.int64)]
-    if name in ("visual_feats", "visual_pos"):
-        width = _find(config, "visual_feat_dim" if name == "visual_feats" else "visual_pos_dim", 64)
-        return [_floats(_BATCH, 5, width)]
-    if name in ("pixel_values", "pixel_values_videos"):
-        return _images(config, video=name.endswith("videos"))
-    if name == "input_features":
-        mels = _find(config, "num_mel_bins", _find(config, "input_feat_per_channel", _find(config, "input_dim", 80)))
-        frames = 2 * _find(config, "max_source_positions", 64)
-        return [_floats(_BATCH, mels, frames), _floats(_BATCH, frames, mels)]
-    if name == "input_values":
-        mels, frames = _find(config, "num_mel_bins", 80), _find(config, "max_length", 128)
-        return [_floats(_BATCH, 8000), _floats(_BATCH, 1, 8000), _floats(_BATCH, frames, mels)]
-    return []
-
-
-def _images(config: Any, video: bool) -> list[Tensor]:
-    """Images as B C H W, as several for each sample, and as flat patches."""
-    channels = _find(config, "num_channels", _find(config, "in_channels", 3))
-    size = _find(config, "image_size", _find(config, "crop_size", 64))
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    frames, patch = _find(config, "num_frames", _find(config, "frames_per_clip", 2)), _find(config, "patch_size", 16)
-    single = [] if video else [_floats(_BATCH, channels, height, width)]
-    several = _floats(_BATCH, frames if video or _says(config, "num_frames") else 1, channels, height, width)
-    larger = [_floats(_BATCH, channels, 224, 224)] if not video and not _says(config, "image_size") else []
-    square = patch * patch if isinstance(patch, int) else math.prod(patch)
-    return [*single, *larger, several, _floats(_BATCH, 16, channels * square)]
-
-
-def _says(config: Any, name: str) -> bool:
-    return _find(config, name, None) is not None
-
-
-def _tokens(config: Any, length: int) -> Tensor:
-    vocabulary = _find(config, "vocab_size", 100)
-    generator = torch.Generator().manual_seed(0)
-    low = min(3, max(0, vocabulary - 1))  # the first ids are often padding and other special tokens
-    return torch.randint(low, vocabulary, (_BATCH, length), generator=generator)
-
-
-def _floats(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def _find(config: Any, name: str, default: Any) -> Any:
-    """A config value, also from the config of one modality."""
-    for owner in (config, *(getattr(config, part, None) for part in ("text_config", "vision_config", "audio_config"))):
-        value = getattr(owner, name, None)
-        if value is not None:
-            return value
-    return default
 
 
 def parse_inputs(specifications: Iterable[str]) -> dict[str, Tensor]:
@@ -241,7 +245,7 @@ def parse_inputs(specifications: Iterable[str]) -> dict[str, Tensor]:
                 f"(dtypes: {', '.join(_DTYPES)}), or give a .safetensors file"
             )
         shape = tuple(int(n) for n in match[2].split("x"))
-        inputs[match[1]] = _floats(*shape).to(dtype) if dtype.is_floating_point else _integers(match[1], shape, dtype)
+        inputs[match[1]] = floats(*shape).to(dtype) if dtype.is_floating_point else _integers(match[1], shape, dtype)
     return inputs
 
 
@@ -249,7 +253,7 @@ def _integers(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Whole numbers that differ from each other and are small enough for any vocabulary; ones for a mask."""
     if "mask" in name or dtype is torch.bool:
         return torch.ones(shape, dtype=dtype)
-    return torch.arange(math.prod(shape)).remainder(_LENGTH).reshape(shape).to(dtype)
+    return torch.arange(math.prod(shape)).remainder(LENGTH).reshape(shape).to(dtype)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -265,3 +269,16 @@ def _read(path: Path) -> dict[str, Tensor]:
 def materialize(value: Any, device: str | None) -> Any:
     """A tensor on the device the model is on; anything else unchanged."""
     return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+
+def placed(inputs: Mapping[str, Any], device: str | None) -> dict[str, Any]:
+    """Inputs on the device that the model is on.
+
+    On meta, whole numbers keep their values where a grid is among them, which says how many tokens an image has.
+    """
+    steering = device == "meta" and any(n.endswith(("_thw", "_hws", "_shapes")) for n in inputs)
+
+    def stays(value: Any) -> bool:
+        return steering and isinstance(value, Tensor) and not value.is_floating_point()
+
+    return {name: value if stays(value) else materialize(value, device) for name, value in inputs.items()}

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.audit.inputs import InputError, complete, guess_inputs, materialize, runs
+from normkit.audit import checkpoint, gguf_file
+from normkit.audit.inputs import InputError, complete, guess_inputs, helped, materialize, placed, runs
 
 SENTENCES = (
     "A norm divides by a statistic of the activations.",
@@ -41,7 +42,6 @@ _AUTO_CLASSES = (
 )
 _AUTO_CLASSES_OF_A_PAIR = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _CPU_PARAMETERS = 2_000_000_000
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 class ModelError(Exception):
@@ -85,8 +85,9 @@ def load(
     """Find a model and inputs for it.
 
     Args:
-        target: ``minilm`` (the demo); a folder with a ``config.json``, with or without weights; a transformers model
-            type such as ``llama``; or ``package.module:factory``, whose call gives a module or ``(module, inputs)``.
+        target: ``minilm`` (the demo); a folder with a ``config.json``, with or without weights; a file of weights
+            with a ``config.json`` beside it, or a GGUF file; a transformers model type such as ``llama``; or
+            ``package.module:factory``, whose call gives a module or ``(module, inputs)``.
         device: ``"cpu"`` or ``"meta"``; by default the CPU where there are weights, else meta.
         inputs: keyword inputs to take instead of a guess.
         trust_remote_code: whether Python files that a folder's config names (``auto_map``) may be run.
@@ -101,8 +102,11 @@ def load(
         return _minilm(device, inputs, progress)
     if ":" in target and not Path(target).exists():
         return _from_factory(target, device, inputs)
-    if os.sep in target or target.startswith(".") or Path(target).is_dir():
-        return _from_folder(Path(target), device, inputs, progress, trust_remote_code)
+    path = Path(target)
+    if path.is_file() or (path.suffix in checkpoint.SUFFIXES and not path.is_dir()):
+        return _from_file(path, device, inputs, progress, trust_remote_code)
+    if os.sep in target or target.startswith(".") or path.is_dir():
+        return _from_folder(path, device, inputs, progress, trust_remote_code)
     return _from_model_type(target, device, inputs, progress)
 
 
@@ -145,36 +149,121 @@ def _from_folder(
         raise ModelError(
             f"no folder {folder}; give a folder with a config.json, a model type or package.module:factory"
         )
+    weights = checkpoint.files_in(folder)
+    standard = any((folder / name).is_file() for name in checkpoint.STANDARD)
+    if not standard and len(weights) == 1 and weights[0].suffix == ".gguf":
+        return _from_file(weights[0], device, inputs, progress, trust_remote_code)
     config = _read_config(folder, trust_remote_code)
-    weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
-    if device == "meta" or not weights:
+    if device == "meta" or not (weights or standard):
         if device == "cpu":
             progress("no weights: building with random ones")
         return from_config(str(folder), config, device, inputs, progress, trust_remote_code)
-    auto = _model_class(config)
-    report = LoadReport()
     progress(f"reading {len(weights)} weight file{'s' if len(weights) > 1 else ''}")
+    if standard:
+        return _pretrained(folder, config, inputs, trust_remote_code, folder)
+    return _from_tensors(str(folder), config, _together(folder, weights), inputs, trust_remote_code)
+
+
+def _together(folder: Path, weights: list[Path]) -> list[Path]:
+    """The files of one model in a folder without any of the usual names."""
+    safe = [path for path in weights if path.suffix == ".safetensors"]
+    together = safe or checkpoint.files_of(weights[0])
+    if not safe and len(together) < len(weights):
+        raise ModelError(
+            f"{folder} holds several checkpoints ({', '.join(path.name for path in weights)}); name the file"
+        )
+    return together
+
+
+def _from_file(
+    path: Path,
+    device: str | None,
+    inputs: Mapping[str, Tensor] | None,
+    progress: Progress,
+    trust_remote_code: bool,
+) -> Loaded:
+    """A file of weights, with a config beside it unless the file holds one itself."""
+    if not path.is_file():
+        raise ModelError(f"no file {path}; give a file of weights, a folder, a model type or package.module:factory")
+    if path.name.endswith((".json", ".safetensors.index.json")):
+        return _from_folder(path.parent, device, inputs, progress, trust_remote_code)
+    if path.suffix not in checkpoint.SUFFIXES:
+        raise ModelError(f"{path} is no file of weights that is known ({', '.join(checkpoint.SUFFIXES)})")
+    if path.suffix == ".gguf":
+        return _from_gguf(path, device, inputs, progress)
+    config = _read_config(path.parent, trust_remote_code)
+    if device == "meta":
+        return from_config(str(path), config, device, inputs, progress, trust_remote_code)
+    progress(f"reading {path.name}")
+    try:
+        together = checkpoint.files_of(path)
+    except checkpoint.CheckpointError as error:
+        raise ModelError(str(error)) from error
+    return _from_tensors(str(path), config, together, inputs, trust_remote_code)
+
+
+def _from_tensors(
+    name: str, config: Any, paths: list[Path], inputs: Mapping[str, Tensor] | None, trust_remote_code: bool
+) -> Loaded:
+    """A model with the weights of files that have names and prefixes of their own."""
+    try:
+        tensors = checkpoint.read(paths)
+        with torch.device("meta"):
+            empty = _build(config, trust_remote_code)
+        weights = checkpoint.fitted(tensors, empty.state_dict(), getattr(empty, "base_model_prefix", ""))
+    except checkpoint.CheckpointError as error:
+        raise ModelError(str(error) if name in str(error) else f"{name}: {error}") from error
+    except Exception as error:
+        raise ModelError(f"cannot build {name} from its config: {_one_line(error)}") from error
+    return _pretrained(None, config, inputs, trust_remote_code, name, loader=type(empty), state_dict=weights)
+
+
+def _from_gguf(path: Path, device: str | None, inputs: Mapping[str, Tensor] | None, progress: Progress) -> Loaded:
+    """A GGUF file: its config is in its metadata."""
+    library = transformers()
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("gguf is not installed; run: pip install 'normkit[gguf]'")
+    given = {"gguf_file": path.name}
+    try:
+        config = library.AutoConfig.from_pretrained(path.parent, **given)
+    except Exception as error:
+        raise ModelError(f"cannot read {path}: {_one_line(error)}{gguf_file.summary(path)}") from error
+    if device == "meta":
+        return from_config(str(path), config, device, inputs, progress)
+    progress(f"reading {path.name}")
+    return _pretrained(path.parent, config, inputs, False, path, **given)
+
+
+def _pretrained(
+    folder: Path | None,
+    config: Any,
+    inputs: Mapping[str, Tensor] | None,
+    trust_remote_code: bool,
+    name: Path | str,
+    loader: Any = None,
+    **how: Any,
+) -> Loaded:
+    """What ``from_pretrained`` gives, with what it left out, and inputs."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, info = auto.from_pretrained(
+            model, info = (loader or _model_class(config)).from_pretrained(
                 folder,
                 config=config,
                 trust_remote_code=trust_remote_code,
                 dtype="auto",
                 ignore_mismatched_sizes=True,  # a finding says so
                 output_loading_info=True,
+                **how,
             )
             report = _report(info)
     except Exception as error:
         if "weights_only" in str(error):
             raise ModelError(
-                f"the weights in {folder} hold pickled code, which is not run: ask for them as safetensors"
+                f"the weights in {name} hold pickled code, which is not run: ask for them as safetensors"
             ) from error
-        raise ModelError(
-            f"cannot read the weights in {folder}: {_one_line(error)}; download the files again"
-        ) from error
-    loaded = _with_inputs(str(folder), model, config, "cpu", inputs)
+        raise ModelError(f"cannot read the weights in {name}: {_one_line(error)}; download the files again") from error
+    loaded = _with_inputs(str(name), model, config, "cpu", inputs)
     loaded.report = report
     return loaded
 
@@ -231,11 +320,19 @@ def _from_model_type(
             f"{target!r} is no folder and {_unknown_type(target)}"
             " (a model is: minilm, a folder with a config.json, a transformers model type, or package.module:factory)"
         )
+    return from_config(target, default_config(target), device, inputs, progress)
+
+
+def default_config(kind: str, **changes: Any) -> Any:
+    """The config that transformers has for a model type, with some values changed.
+
+    Raises:
+        ModelError: it has none that is valid.
+    """
     try:
-        config = library.AutoConfig.for_model(target)
-    except Exception as error:
-        raise ModelError(f"{target!r} has no default config: {_one_line(error)}; give a folder with one") from error
-    return from_config(target, config, device, inputs, progress)
+        return transformers().AutoConfig.for_model(kind, **changes)
+    except Exception as error:  # a config may check its fields in any way
+        raise ModelError(f"{kind!r} has no default config: {_one_line(error)}; give a folder with one") from error
 
 
 def from_config(
@@ -255,16 +352,30 @@ def from_config(
     """
     progress(f"building on {device or 'meta'}")
     loaded = _built(name, config, device or "meta", inputs, trust_remote_code)
-    if device is not None or sum(p.numel() for p in loaded.model.parameters()) > _CPU_PARAMETERS:
+    if device is not None:
         return loaded
     if runs(loaded.model, loaded.kwargs):
+        return loaded
+    if inputs is None:
+        loaded = _helped(loaded, config, "meta")
+        if runs(loaded.model, loaded.kwargs):
+            return loaded
+    if sum(p.numel() for p in loaded.model.parameters()) > _CPU_PARAMETERS:
         return loaded
     progress("it does not run on meta: building on cpu")
     try:
         real = _built(name, config, "cpu", inputs, trust_remote_code)
     except ModelError:
         return loaded
+    if inputs is None and not runs(real.model, real.kwargs):
+        real = _helped(real, config, "cpu")
     return real if runs(real.model, real.kwargs) else loaded
+
+
+def _helped(loaded: Loaded, config: Any, device: str) -> Loaded:
+    """With the inputs that the model asks for in an exception."""
+    loaded.kwargs = placed(helped(loaded.model, config, loaded.kwargs), device)
+    return loaded
 
 
 def _built(
@@ -272,14 +383,17 @@ def _built(
 ) -> Loaded:
     try:
         with torch.device(device):
-            auto = _model_class(config)
-            if hasattr(auto, "from_config"):
-                model = auto.from_config(config, trust_remote_code=trust_remote_code)
-            else:
-                model = auto(config)
+            model = _build(config, trust_remote_code)
     except Exception as error:
         raise ModelError(f"cannot build {name} from its config: {_one_line(error)}") from error
     return _with_inputs(name, model, config, device, inputs)
+
+
+def _build(config: Any, trust_remote_code: bool) -> Any:
+    auto = _model_class(config)
+    if hasattr(auto, "from_config"):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+    return auto(config)
 
 
 def _model_class(config: Any) -> Any:
@@ -317,7 +431,7 @@ def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: 
         kwargs = complete(model, config, inputs or {})
     except InputError as error:
         raise ModelError(str(error)) from error
-    kwargs = {key: materialize(value, device) for key, value in kwargs.items()}
+    kwargs = placed(kwargs, device)
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs["use_cache"] = False
     return Loaded(name, model, (), kwargs)

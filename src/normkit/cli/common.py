@@ -18,7 +18,8 @@ USAGE = 2
 Model = Annotated[
     str,
     typer.Argument(
-        help="minilm (the demo), a folder with a config.json, a transformers model type or package.module:factory.",
+        help="minilm (the demo), a folder with a config.json, a file of weights beside one, a GGUF file, a "
+        "transformers model type or package.module:factory.",
         show_default=False,
     ),
 ]

@@ -190,6 +190,10 @@ class InlineNorms:
         if packet(node) in WEIGHT_NORM:
             call = NormCall(node.inputs, node.outputs[0], frozenset((node.index,)))
             return Match(WEIGHT_NORMALIZATION, call, node.inputs[0])
+        if packet(node) in FUSED and not self.depends_on_input(node.outputs[0]):
+            output = self._fused_endings(node.outputs[0])[0]
+            nodes = frozenset(self.trace.slice(node.inputs[:1], output))
+            return Match(WEIGHT_NORMALIZATION, NormCall(node.inputs[:1], output, nodes), node.inputs[0])
         for output in self._endings(node):
             found = None
             for source in self._sources(node, self.trace.values[output].shape):

@@ -23,6 +23,7 @@ from normkit.audit.identify.alike import alike
 from normkit.audit.identify.probe import merged
 from normkit.audit.place import NormCall
 from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
+from normkit.audit.trace.wrappers import class_name
 from normkit.placement import NormPosition
 
 
@@ -83,7 +84,7 @@ def _module_norms(
             claimed.update(c.nodes)
         yield Occurrence(
             call.name,
-            type(call.module).__name__,
+            class_name(call.module),
             identification,
             norm_calls,
             call.module,

@@ -7,10 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from normkit.audit.find.operators import VIEWS, packet
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import PROJECTIONS, alike
+from normkit.audit.identify.probe import tensors_of
 from normkit.audit.trace.graph import Trace
+from normkit.audit.trace.wrappers import class_name, plain_modules, plain_submodule
 
+_VIEWS = VIEWS | {"split", "split_with_sizes", "slice", "select", "detach", "as_strided"}
 _MANY_TENSORS, _LARGE = 6, 2**16
 """A norm holds a gain, a bias, running statistics and a counter at most, none of them a matrix of a projection."""
 
@@ -37,11 +41,11 @@ def find_unreached(model: nn.Module, trace: Trace) -> tuple[Unreached, ...]:
     listed.
     """
     called = {id(call.module) for call in trace.calls}
-    read = {trace.values[v].name for node in trace.nodes for v in node.inputs}
+    read = _read(trace)
     known: dict[Any, Identification] = {}
     found: list[Unreached] = []
-    for name, module in model.named_modules():
-        own = dict((*module.named_parameters(), *module.named_buffers()))
+    for name, module in plain_modules(model):
+        own = {n: t for n, t, _, _ in tensors_of(module)}
         if id(module) in called or not 0 < len(own) <= _MANY_TENSORS or any(f"{name}.{n}" in read for n in own):
             continue
         if any(t.numel() > _LARGE for t in own.values()) or any(type(m) in PROJECTIONS for m in module.modules()):
@@ -52,8 +56,17 @@ def find_unreached(model: nn.Module, trace: Trace) -> tuple[Unreached, ...]:
         if key not in known:
             known[key] = identify(module)
         if known[key]:
-            found.append(Unreached(name, type(module).__name__, known[key].kind, _reason(model, name, called, trace)))
+            found.append(Unreached(name, class_name(module), known[key].kind, _reason(model, name, called, trace)))
     return tuple(found)
+
+
+def _read(trace: Trace) -> set[str]:
+    """The names of the tensors that something is computed from; a view that nothing reads is no use of its base."""
+    used = set(trace.outputs)
+    for node in reversed(trace.nodes):
+        if packet(node) not in _VIEWS or any(value in used for value in node.outputs):
+            used.update(node.inputs)
+    return {trace.values[value].name for value in used}
 
 
 def _reason(model: nn.Module, name: str, called: set[int], trace: Trace) -> str:
@@ -61,7 +74,7 @@ def _reason(model: nn.Module, name: str, called: set[int], trace: Trace) -> str:
     parts = name.split(".")
     for end in range(1, len(parts)):
         around = ".".join(parts[:end])
-        holder = model.get_submodule(around)
+        holder = plain_submodule(model, around)
         if id(holder) not in called and not isinstance(holder, nn.ModuleList | nn.ModuleDict):
             return f"{around} was never called"
     if trace.error is not None:

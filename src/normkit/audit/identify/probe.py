@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from normkit.audit.trace.graph import is_freed
+
 Key = int | str
 """An argument: its position, or its keyword."""
 
@@ -130,10 +132,10 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Literal["parame
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether numbers can be read from it: not on the meta device, and no fake or sharded subclass."""
+    """Whether numbers can be read from it: not on meta, no fake or sharded subclass, its memory not freed."""
     plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, nn.Parameter | nn.Buffer)
     wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # a sharded parameter is both
-    return plain and not wrapped and not tensor.is_meta and tensor.layout is torch.strided
+    return plain and not wrapped and not tensor.is_meta and tensor.layout is torch.strided and not is_freed(tensor)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def private_copy(module: nn.Module, detached: Callable[[Tensor], Tensor] = _deta
 def _copy_what_can_be(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if id(module) in memo:
         return memo[id(module)]
-    twin = type(module).__new__(type(module))
+    twin = object.__new__(type(module))  # a class may have a __new__ of its own (fully_shard's does)
     memo[id(module)] = twin
     for name, value in vars(module).items():
         if name == "_modules":

@@ -19,6 +19,7 @@ from normkit.audit.numbers.record import Numbers
 from normkit.audit.result import NormRecord
 from normkit.audit.trace.graph import ModuleCall, flat_tensors, written_arguments
 from normkit.audit.trace.watch import Watch
+from normkit.audit.trace.wrappers import plain_modules, unwrapped
 
 EVERY = 250
 """The default interval: what a measured step costs is then under 2 % of training (``benchmarks/monitor.py``)."""
@@ -165,17 +166,6 @@ class Monitor:
             stack.close()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of torch.compile and of data-parallel training."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 class _Gradients:
     """Square sums of the gradients at norms' inputs, as they come in backward."""
 
@@ -221,9 +211,10 @@ class _Taps(TorchDispatchMode):
         self._stack: list[ModuleCall] = []
         self._orders: dict[int, int] = {}
         self._calls = 0
-        self._names = {id(m): name for name, m in model.named_modules()}
+        modules = list(plain_modules(model))
+        self._names = {id(m): name for name, m in modules}
         self._handles = []
-        for module in model.modules():
+        for _, module in modules:
             if module is called:
                 continue
             with contextlib.suppress(RuntimeError, AttributeError):  # scripted modules refuse some hooks

@@ -305,9 +305,26 @@ class Flow:
             if len(actives) != 1:
                 continue
             start = self.root[actives[0]]
-            if self._source(start, branch, 2, exact=True) is not None:
+            while start >= 0 and self.roles[start] is Role.POOL and self.data[start] is not None:
+                start = self.root[self.data[start] or 0]  # a shortcut that pools before its map
+            if self._source(start, branch, 2, exact=True) is not None and not self._is_linear(start, branch):
                 return Add(index, identity, branch, start, projected=True, link=start)
         return None
+
+    def _is_linear(self, start: int, branch: int) -> bool:
+        """Whether only linear maps lie between: such a branch beside a linear map is part of that map (LoRA)."""
+        todo, seen = [self._vertex(branch)], {start}
+        while todo:
+            vertex = todo.pop()
+            if vertex in seen or vertex < start:
+                continue
+            seen.add(vertex)
+            actives = self._actives(vertex) if vertex >= 0 else []
+            mixed = self.roles[vertex] is Role.MIX and len(actives) > 1
+            if mixed or self.roles[vertex] not in (Role.CARRY, Role.MIX, Role.ADD):
+                return False
+            todo += [self._vertex(value) for value in actives]
+        return True
 
     def _gated(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
         """A gate times the stream plus a gate times the branch (highway)."""

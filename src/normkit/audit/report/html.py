@@ -132,7 +132,7 @@ def _row(members: list[NormRecord], gains: dict[str, GainNumbers | None]) -> dic
         "axes": describe.axes(first),
         "eps": describe.eps(first.spec),
         "gain": describe.gain(first.spec),
-        "precision": describe.precision(first.spec),
+        "precision": describe.precision(first.spec) + describe.mismatch(first),
         "place": first.placement,
         "where": describe.location(first),
         "gain_range": (min(g.min for g in found), max(g.max for g in found)) if found else None,

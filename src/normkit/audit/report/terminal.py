@@ -54,7 +54,7 @@ def _norm_table(norms: Sequence[NormRecord], every: bool) -> Table:
             describe.axes(first),
             describe.eps(first.spec),
             describe.gain(first.spec),
-            describe.precision(first.spec),
+            describe.precision(first.spec) + describe.mismatch(first),
             first.placement,
         )
     return table

@@ -1,8 +1,8 @@
 """What each model family's published code computes: conventions by transformers' ``model_type``.
 
 The table beside this file was measured, not written: ``python -m normkit.audit.rules.families`` audits the default
-config of every text architecture in transformers, cut to a few layers on the meta device, and keeps the conventions of
-its norm modules.
+config of every architecture in transformers that builds, cut to a few layers and mostly on the meta device, and keeps
+the conventions of its norm modules.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
@@ -22,6 +22,7 @@ from normkit.audit.result import NormRecord
 from normkit.spec import Kind, NormSpec
 
 TABLE = "families.json"
+_LAYERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +71,19 @@ def _parts(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     yield from (value for value in config.values() if isinstance(value, Mapping))
 
 
-def measure(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Audit small models of some types, as transformers builds them."""
+def measure(names: Iterable[str], progress: Callable[[str], None] = lambda _: None) -> dict[str, list[dict[str, Any]]]:
+    """Audit small models of some types, as transformers builds them; types that do not run are left out."""
     from normkit.audit import AuditError, audit
-    from normkit.audit.load import ModelError, from_config, transformers
+    from normkit.audit.load import ModelError, from_config
+    from normkit.audit.shallow import shallow
 
-    library = transformers()
     found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
+        progress(name)
         try:
-            config = library.AutoConfig.for_model(name)
-            for field, most in (("num_hidden_layers", 2), ("num_layers", 2), ("num_decoder_layers", 2)):
-                if isinstance(getattr(config, field, None), int) and getattr(config, field) > most:
-                    setattr(config, field, most)
-            if getattr(config, "num_key_value_heads", 0) is None:
-                config.num_key_value_heads = config.num_attention_heads
-            loaded = from_config(name, config, "meta")
+            loaded = from_config(name, shallow(name, _LAYERS))
             result = audit(loaded.model, *loaded.args, select=["misleading-name"], **loaded.kwargs)
-        except (ModelError, AuditError, Exception):  # a type that does not run so is not in the table
+        except (ModelError, AuditError):
             continue
         rows = {
             Convention.of(n.spec, _initial(loaded.model, n))
@@ -105,27 +101,25 @@ def _initial(model: Any, norm: NormRecord) -> float | None:
     if path is None or norm.module is None:
         return None
     module = copy.deepcopy(norm.module).to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(math.nan)
-        model._init_weights(module)
-    gain = module.get_parameter(path).detach()
+    try:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(math.nan)
+            model._init_weights(module)
+        gain = module.get_parameter(path).detach()
+    except AttributeError:  # the model initializes in another way, or the gain is a buffer
+        return None
     return float(gain.flatten()[0]) if bool((gain == gain.flatten()[0]).all()) else None
 
 
 def main() -> None:
-    """Measure every text architecture and write the table."""
+    """Measure every architecture that transformers has and write the table."""
     from pathlib import Path
 
     from normkit.audit.load import transformers
 
-    library = transformers()
-    names = sorted(
-        {*library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-        | {*library.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-        | {*library.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
-    )
-    lines = [f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in measure(names).items()]
+    rows = measure(sorted(transformers().CONFIG_MAPPING.keys()), progress=print)
+    lines = [f"  {json.dumps(name)}: {json.dumps(conventions)}" for name, conventions in rows.items()]
     Path(__file__).with_name(TABLE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

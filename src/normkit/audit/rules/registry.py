@@ -51,9 +51,11 @@ class Evidence:
         path = norm.parameters.get(role)
         if path is None:
             return None
+        from normkit.audit.trace.wrappers import unwrapped
+
         value: object = self.model if norm.functional or norm.module is None else norm.module
         for part in path.split("."):
-            value = getattr(value, part, None)
+            value = getattr(unwrapped(value) if isinstance(value, nn.Module) else value, part, None)
         return value if isinstance(value, Tensor) else None
 
     def values(self, norm: NormRecord, role: str) -> Tensor | None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from normkit.audit.result import Finding, NormRecord, names
 from normkit.audit.rules.registry import Evidence, MakeFinding, rule
+from normkit.audit.trace.wrappers import plain_submodule
 
 SMALL_PROCESS_BATCH = 16
 
@@ -78,7 +79,7 @@ def _neighbours_train(evidence: Evidence, norm: NormRecord, held: set[int], give
     """Whether most parameters that stand beside a norm, and belong to no norm, are trained."""
     parent = norm.name.split("#")[0].rpartition(".")[0]
     while True:
-        around = [p for p in evidence.model.get_submodule(parent).parameters() if id(p) not in held]
+        around = [p for p in plain_submodule(evidence.model, parent).parameters() if id(p) not in held]
         if around or not parent:
             break
         parent = parent.rpartition(".")[0]

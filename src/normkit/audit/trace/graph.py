@@ -192,7 +192,7 @@ class Trace:
         def fetch(value: int) -> Tensor:
             if value not in known:
                 leaf = self.leaves.get(value)
-                if leaf is None or leaf.is_meta:
+                if leaf is None or leaf.is_meta or is_freed(leaf):
                     raise ReplayError(f"value {value} ({self.values[value].origin}) is not available to the replay")
                 known[value] = leaf.detach().to(target)
             return known[value]
@@ -226,6 +226,14 @@ class Trace:
                         made += [t for t in flat_tensors(holder[place]) if all(t is not other for other in made)]
                 known.update(zip(node.outputs, made, strict=False))
         return known
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory was given back, as sharded training does between the uses of a parameter."""
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    except (NotImplementedError, RuntimeError):  # it has no storage of its own
+        return False
 
 
 def _given(args: list[Any], kwargs: dict[str, Any], place: int | str) -> bool:

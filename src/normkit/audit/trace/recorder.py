@@ -40,6 +40,7 @@ from normkit.audit.trace.graph import (
 from normkit.audit.trace.meta import run_on_meta
 from normkit.audit.trace.source import calling_line
 from normkit.audit.trace.watch import Watch
+from normkit.audit.trace.wrappers import plain_modules
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -174,16 +175,20 @@ class _Recorder(TorchDispatchMode):
         self._protected: dict[int, Tensor] = {}
         self._blamed: set[int] = set()
         self._names: dict[int, str] = {}
-        for name, module in model.named_modules():
+        self._modules = list(plain_modules(model))
+        for name, module in self._modules:
             self._names[id(module)] = name
-        for name, parameter in model.named_parameters():
-            self._leaf(parameter, "parameter", name)
-        for name, buffer in model.named_buffers():
-            self._leaf(buffer, "buffer", name)
-        for name, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                self._leaf(parameter, "parameter", _joined(name, key))
+        for name, module in self._modules:
+            for key, buffer in module.named_buffers(recurse=False):
+                self._leaf(buffer, "buffer", _joined(name, key))
+        for name, module in self._modules:
             for key, tensor in vars(module).items():
                 if isinstance(tensor, Tensor):
-                    self._leaf(tensor, "buffer", f"{name}.{key}".lstrip("."))
+                    self._leaf(tensor, "buffer", _joined(name, key))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # what wrappers hold
+            self._leaf(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
 
     # ---- values ----
 
@@ -220,6 +225,14 @@ class _Recorder(TorchDispatchMode):
         if origin != "constant":
             self._protected.setdefault(id(storage), tensor)
         return value
+
+    def _gathered(self, parameter: Tensor, name: str) -> None:
+        """A sharded parameter is another tensor while its module runs: one that was computed, from a collective."""
+        known = self._storage(parameter).known
+        layout = self._layout(parameter)
+        if layout in known and self.trace.values[known[layout][0]].origin == "node":
+            del known[layout]
+        self._leaf(parameter, "parameter", name)
 
     def register_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         named = [(str(i), arg) for i, arg in enumerate(args)] + list(kwargs.items())
@@ -368,7 +381,7 @@ class _Recorder(TorchDispatchMode):
         """Hooks on every module for the length of the run."""
         handles = []
         try:
-            for module in self.model.modules():
+            for _, module in self._modules:
                 with contextlib.suppress(RuntimeError, AttributeError):  # scripted modules refuse some hooks
                     handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                     handles.append(
@@ -391,6 +404,8 @@ class _Recorder(TorchDispatchMode):
             order,
             len(self.trace.nodes),
         )
+        for key, parameter in module.named_parameters(recurse=False):
+            self._gathered(parameter, _joined(call.name, key))
         found: list[int] = []
         call.args = tuple(self._template(arg, found) for arg in args)
         call.kwargs = {name: self._template(arg, found) for name, arg in kwargs.items()}
@@ -433,6 +448,10 @@ class _Recorder(TorchDispatchMode):
             return value if isinstance(value, _PLAIN) else Opaque(type(value).__qualname__)
 
         return leaf(item) if isinstance(item, Tensor) else tree_map(leaf, item)
+
+
+def _joined(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace, flat_tensors
 from normkit.audit.trace.recorder import trace
+from normkit.audit.trace.wrappers import plain_submodule
 
 _TRIES = 8
 
@@ -82,7 +83,7 @@ def _stand_in(template: Any) -> Callable[..., Any]:
 @contextmanager
 def _replaced(model: nn.Module, absent: Mapping[str, Callable[..., Any]]) -> Generator[None, None, None]:
     """The modules' forwards exchanged for the length of a run."""
-    modules = {name: model.get_submodule(name) for name in absent}
+    modules = {name: plain_submodule(model, name) for name in absent}
     before = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
         vars(module)["forward"] = absent[name]
