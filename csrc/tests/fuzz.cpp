@@ -145,7 +145,8 @@ void fuzz_rows() {
   K.rows_forward(a, 0, cut);
   K.rows_forward(a, cut, rows);
 
-  Rows g = make_rows(t, size, n), dx = make_rows(t, size, n);
+  Rows g = make_rows(t, size, n), dx = make_rows(t, size, n), more = make_rows(t, size, n);
+  const bool sum_used = residual && pick(0, 1);
   RowsBackward b;
   b.rows = rows;
   b.features = n;
@@ -153,6 +154,7 @@ void fuzz_rows() {
   b.blocks = pick(1, rows);
   b.grad = g.view;
   b.x = residual ? sum.view : x.view;
+  if (sum_used) b.grad_sum = more.view;
   b.dx = dx.view;
   b.gain = gain.data();
   b.mean = mean.data();
@@ -187,7 +189,8 @@ void fuzz_rows() {
     for (int64_t j = 0; j < n; ++j) {
       const double hat = (value(j) - m) * root;
       const double want =
-          root * (g.array.get(g.offset(i) + j) * gain.get(p + j) - (centered ? h : 0) - hat * hx);
+          root * (g.array.get(g.offset(i) + j) * gain.get(p + j) - (centered ? h : 0) - hat * hx) +
+          (sum_used ? more.array.get(more.offset(i) + j) : 0);
       check(dx.array.get(dx.offset(i) + j), want, t, root * 10, "dx");
     }
   }
@@ -199,6 +202,90 @@ void fuzz_rows() {
     }
     check(got_gain, want_gain[size_t(j)], compute, 20, "dgain");
     check(got_bias, want_bias[size_t(j)], compute, 20, "dbias");
+  }
+}
+
+void fuzz_gated() {
+  const DType t = DType(pick(0, 3));
+  const int64_t n = pick(0, 9) == 0 ? pick(4090, 4200) : pick(1, 150);
+  int64_t size[3] = {pick(1, 3), pick(1, 3), pick(1, 4)};
+  const int64_t rows = size[0] * size[1] * size[2];
+  const bool silu = pick(0, 1), before = pick(0, 1);
+  const int64_t period = pick(0, 1) ? size[2] : 1;
+  const DType compute = t == DType::float64 ? DType::float64 : DType::float32;
+  Rows x = make_rows(t, size, n), gate = make_rows(t, size, n), y = make_rows(t, size, n);
+  Array gain = parameters(t, period * n), rstd(compute, rows);
+  RowsForward a;
+  a.features = n;
+  a.period = period;
+  a.x = x.view;
+  a.gate = gate.view;
+  a.y = y.view;
+  a.gain = gain.data();
+  a.rstd = rstd.data();
+  a.eps = 1e-3;
+  a.silu = silu;
+  a.gate_before = before;
+  a.stream = pick(0, 1);
+  const int64_t cut = pick(0, rows);
+  K.rows_forward(a, 0, cut);
+  K.rows_forward(a, cut, rows);
+
+  Rows g = make_rows(t, size, n), dx = make_rows(t, size, n), dgate = make_rows(t, size, n);
+  RowsBackward b;
+  b.rows = rows;
+  b.features = n;
+  b.period = period;
+  b.blocks = pick(1, rows);
+  b.grad = g.view;
+  b.x = x.view;
+  b.gate = gate.view;
+  b.dx = dx.view;
+  b.dgate = dgate.view;
+  b.gain = gain.data();
+  b.rstd = rstd.data();
+  Array dgain(compute, b.blocks * period * n);
+  b.dgain = dgain.data();
+  b.silu = silu;
+  b.gate_before = before;
+  b.stream = pick(0, 1);
+  K.rows_backward(b, 0, b.blocks);
+
+  std::vector<double> want_gain(size_t(period * n), 0.0);
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto value = [&](int64_t j) { return x.array.get(x.offset(i) + j); };
+    const auto gate_at = [&](int64_t j) { return gate.array.get(gate.offset(i) + j); };
+    const auto grad = [&](int64_t j) { return g.array.get(g.offset(i) + j); };
+    const auto sigmoid = [&](int64_t j) { return 1 / (1 + std::exp(-gate_at(j))); };
+    const auto act = [&](int64_t j) { return silu ? gate_at(j) * sigmoid(j) : sigmoid(j); };
+    const auto slope = [&](int64_t j) {
+      const double s = sigmoid(j), d = s * (1 - s);
+      return silu ? s + gate_at(j) * d : d;
+    };
+    const auto normed = [&](int64_t j) { return before ? value(j) * act(j) : value(j); };
+    double s = 0;
+    for (int64_t j = 0; j < n; ++j) s += normed(j) * normed(j) / double(n);
+    const double root = 1 / std::sqrt(s + 1e-3);
+    const int64_t p = i % period * n;
+    const auto inner = [&](int64_t j) { return grad(j) * gain.get(p + j) * (before ? 1 : act(j)); };  // d hat
+    double hx = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      const double hat = normed(j) * root, after = before ? 1 : act(j);
+      check(y.array.get(y.offset(i) + j), hat * gain.get(p + j) * after, t, 2, "gated y");
+      hx += inner(j) * hat / double(n);
+      want_gain[size_t(p + j)] += grad(j) * hat * after;
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      const double hat = normed(j) * root, d = root * (inner(j) - hat * hx);
+      const double want_gate = (before ? d * value(j) : grad(j) * hat * gain.get(p + j)) * slope(j);
+      check(dx.array.get(dx.offset(i) + j), before ? d * act(j) : d, t, root * 10, "gated dx");
+      check(dgate.array.get(dgate.offset(i) + j), want_gate, t, root * 10, "dgate");
+    }
+  }
+  for (int64_t j = 0; j < period * n; ++j) {
+    double got = 0;
+    for (int64_t k = 0; k < b.blocks; ++k) got += dgain.get(k * period * n + j);
+    check(got, want_gain[size_t(j)], compute, 20, "gated dgain");
   }
 }
 
@@ -379,9 +466,10 @@ int main(int argc, char** argv) {
   long rounds = 0;
   while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds) {
     fuzz_rows();
+    fuzz_gated();
     fuzz_channels();
     fuzz_channel_layer();
     ++rounds;
   }
-  std::printf("%ld rounds without a finding\n", rounds);
+  std::printf("%ld cases without a finding\n", 4 * rounds);
 }

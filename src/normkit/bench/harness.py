@@ -1,197 +1,196 @@
-"""Timing: check against float64, then interleaved rounds of every provider and of a copy, page faults."""
+"""One case: every provider checked against float64, then timed in interleaved rounds beside a copy."""
 
 from __future__ import annotations
 
-import csv
+import gc
 import math
-import os
-import platform
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from normkit import ops
-from normkit.bench.grid import CHANNEL_NORMS, Case, Inputs, make_inputs
-from normkit.bench.providers import PROVIDERS, TORCH, Run
+from normkit.bench.grid import Case, Inputs, make_inputs
+from normkit.bench.providers import PROVIDERS, Step
+from normkit.bench.providers.eager import TORCH
+from normkit.bench.providers.step import torch_step
+from normkit.bench.results import COPY, Result
 
-ROUNDS = 9
 ROUND_SECONDS = 0.004
-TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}  # of the largest value: a wrong answer, not a rounding
+"""What a round of one provider takes at least: calls are repeated within it."""
+CASE_SECONDS = 0.6
+"""What all rounds of a case should take: slow cases get fewer rounds."""
+ROUNDS = (5, 15)
+SLOW = 4.0
+"""A provider this many times slower than the fastest takes part in every third round only."""
+SETTLE_SECONDS = 0.002
+"""Between providers: the threads of the last one go to sleep."""
+TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
+"""Largest deviation over largest value: beyond is a wrong answer, no rounding. Some ten units in the last place for
+forms that round every intermediate result; gradients, which are sums of such, get four times that."""
 
 
-@dataclass
-class Result:
-    """One provider on one case."""
+class Timing(NamedTuple):
+    """Of one provider on one case."""
 
-    case: Case
-    provider: str
-    microseconds: float
-    gigabytes_per_second: float
-    copies: float
-    """Time over that of ``copy_`` of x into a warm tensor, in the same rounds."""
+    seconds: float
+    spread: float
     page_faults: float
-    """Per call."""
-    error: float
-    """Largest deviation from float64, over the largest value."""
-
-    def row(self) -> dict[str, Any]:
-        values = {k: v for k, v in asdict(self).items() if k != "case"}
-        return {**asdict(self.case), "shape": "x".join(map(str, self.case.shape)), **values}
 
 
-def environment() -> dict[str, str]:
-    """Versions and hardware, for the head of every output."""
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
-    report = ops.report()
-    return {
-        "processor": model,
-        "cores": str(os.cpu_count()),
-        "instruction set": str(report.instruction_set),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
+def error(got: Tensor, exact: Tensor) -> float:
+    """The largest deviation, over the largest value; piece by piece, so that large tensors stay in the cache."""
+    if got.shape != exact.shape:
+        raise ValueError(f"a result has shape {tuple(got.shape)}; it should be {tuple(exact.shape)}")
+    if exact.dim() == 4 and exact.is_contiguous(memory_format=torch.channels_last):
+        got, exact = got.permute(0, 2, 3, 1), exact.permute(0, 2, 3, 1)
+    pieces = zip(got.detach().reshape(-1).split(1 << 18), exact.reshape(-1).split(1 << 18), strict=True)
+    worst = torch.stack([torch.stack([(a.double() - b).abs().max(), b.abs().max()]) for a, b in pieces]).amax(0)
+    return (worst[0] / worst[1].clamp_min(1e-30)).item()
 
 
-def _training(run: Run) -> Run:
-    def step(i: Inputs) -> Any:
-        leaves = [t for t in (i.x, i.other, i.weight, i.bias) if t.requires_grad]
-        y = run(i)
-        y = y[0] if isinstance(y, tuple) else y
-        return (y, *(g for g in torch.autograd.grad(y, leaves, i.grad, allow_unused=True) if g is not None))
-
-    return step
-
-
-def _prepare(case: Case, inputs: Inputs) -> Inputs:
-    if case.mode == "train":
-        for t in (inputs.x, inputs.other, inputs.weight, inputs.bias):
-            t.requires_grad_()
-    return inputs
+@lru_cache(maxsize=1)
+def _problem(case: Case) -> tuple[Inputs, tuple[Tensor, ...]]:
+    """Inputs, and the outputs that float64 gives."""
+    inputs = make_inputs(case)
+    exact = inputs.to(torch.float64)
+    for name in case.leaves if case.mode == "train" else ():
+        getattr(inputs, name).requires_grad_()
+        getattr(exact, name).requires_grad_()
+    step = torch_step(case, exact, TORCH[case.norm])
+    return inputs, tuple(t.detach() for t in step.outputs(step.call()))
 
 
-def _flat(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
-
-
-def _error(got: Any, exact: Any) -> float:
-    worst = 0.0
-    for a, b in zip(_flat(got), _flat(exact), strict=True):
-        worst = max(worst, ((a.detach().double() - b).abs().max() / b.abs().max().clamp_min(1e-30)).item())
-    return worst
-
-
-def _time(calls: dict[str, Callable[[], Any]], quantile: float) -> dict[str, tuple[float, float]]:
-    """Seconds and page faults per call of each, in interleaved rounds."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        repeats[name] = max(1, int(ROUND_SECONDS / max(time.perf_counter() - start, 1e-7)))
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    faults = dict.fromkeys(calls, 0.0)
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            seconds[name].append((time.perf_counter() - start) / repeats[name])
-            faults[name] += (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / repeats[name] / ROUNDS
-    return {name: (sorted(s)[int(quantile * (len(s) - 1))], faults[name]) for name, s in seconds.items()}
+def _checked(case: Case, inputs: Inputs, exact: tuple[Tensor, ...], name: str) -> tuple[Step | None, float]:
+    step = PROVIDERS[name].make(case, inputs)
+    if step is None:
+        return None, 0.0
+    got = step.outputs(step.call())
+    return step, max(error(a, b) for a, b in zip(got, exact, strict=True))
 
 
 def run_case(case: Case, providers: Iterable[str], quantile: float = 0.5) -> list[Result]:
-    """Check and time every provider on one case: the median of the rounds, or a lower quantile on a busy machine."""
+    """Check and time every provider on one case; the copy comes last.
+
+    One that raises, or is wrong, has a row that says so and is not timed. normkit itself may be neither.
+
+    Args:
+        case: what to run, in this process and on the processors that it may use.
+        providers: names of `PROVIDERS`.
+        quantile: which of the rounds counts: the median, or a lower one on a busy machine.
+
+    Raises:
+        AssertionError: normkit's answer is wrong.
+    """
     torch.set_num_threads(case.threads)
-    inputs = _prepare(case, make_inputs(case))
-    wrap = _training if case.mode == "train" else (lambda run: run)
-    exact_run = wrap(TORCH[case.norm])
+    results: dict[str, Result] = {}
+    calls: dict[str, Callable[[], Any]] = {}
     with torch.set_grad_enabled(case.mode == "train"):
-        exact = exact_run(_prepare(case, inputs.to(torch.float64)))
-        buffer = torch.empty_like(inputs.x)
-        source = inputs.x.detach()
-        calls: dict[str, Callable[[], Any]] = {}
-        errors: dict[str, float] = {}
+        # Both forward modes share a problem.
+        inputs, exact = _problem(replace(case, threads=1, mode="train" if case.mode == "train" else "fresh"))
+        limit = TOLERANCE[case.dtype] * (4 if case.mode == "train" else 1)
         for name in providers:
-            run = PROVIDERS[name](case)
-            if run is None:
+            try:
+                step, off = _checked(case, inputs, exact, name)
+            except Exception as failure:
+                if name == "normkit":
+                    raise
+                reason = next(iter(str(failure).strip().splitlines()), "")
+                results[name] = Result(case, name, note=f"failed: {type(failure).__name__}: {reason}"[:200])
                 continue
-            step = wrap(run)
-            got = step(inputs)
-            errors[name] = _error(_flat(got)[: len(_flat(exact))], _flat(exact)[: len(_flat(got))])
-            calls[name] = lambda step=step: step(inputs)
-        with torch.no_grad():
-            calls["copy_"] = lambda: buffer.copy_(source)
-        timed = _time(calls, quantile)
-    copy = timed["copy_"][0]
-    size = inputs.x.numel() * inputs.x.element_size()
-    results = []
-    for name, (seconds, faults) in timed.items():
-        passes = 2 if name == "copy_" else case.passes
-        error = errors.get(name, 0.0)
-        rate = passes * size / seconds / 1e9
-        results.append(Result(case, name, seconds * 1e6, rate, seconds / copy, faults, error))
-    limit = TOLERANCE[case.dtype] * (4 if case.mode == "train" else 1)
-    for r in results:
-        if r.provider == "normkit" and r.error > limit:
-            raise AssertionError(f"{case.name}: normkit is off by {r.error:.3g} of the largest value")
-    return results
+            if step is None:
+                continue
+            right = off <= limit  # a NaN is not
+            results[name] = Result(case, name, error=off, note="" if right else "wrong")
+            if right:
+                calls[name] = step.call
+            elif name == "normkit":
+                raise AssertionError(f"{case.name}: normkit is off by {off:.3g} of the largest value; at most {limit}")
+        source = inputs.x.detach()
+        buffer = torch.empty_like(source)
+        calls[COPY] = torch.no_grad()(lambda: buffer.copy_(source))
+        results[COPY] = Result(case, COPY)
+        timings = measure(calls, quantile)
+    size = source.numel() * source.element_size()
+    for name, timing in timings.items():
+        r = results[name]
+        r.microseconds, r.spread, r.page_faults = timing.seconds * 1e6, timing.spread, timing.page_faults
+        r.gigabytes_per_second = (2 if name == COPY else case.passes) * size / timing.seconds / 1e9
+        r.copies = timing.seconds / timings[COPY].seconds
+    return list(results.values())
 
 
-def summarize(results: list[Result]) -> Iterator[str]:
-    """Geometric means against the fastest other provider and against torch, and the cells that are behind."""
-    cells: dict[Case, dict[str, float]] = {}
-    for r in results:
-        cells.setdefault(r.case, {})[r.provider] = r.microseconds
-    ahead, eager, behind = [], [], []
-    for case, times in cells.items():
-        others = {p: t for p, t in times.items() if p not in ("normkit", "copy_")}
-        if "normkit" not in times or not others:
-            continue
-        best = min(others, key=lambda p: others[p])
-        ratio = others[best] / times["normkit"]
-        ahead.append(ratio)
-        if "torch" in times:
-            eager.append(times["torch"] / times["normkit"])
-        if ratio < 0.95:
-            behind.append(f"  {case.name}: {times['normkit']:.1f} us, {best} {others[best]:.1f} ({ratio:.2f})")
-    if ahead:
-        yield f"{len(ahead)} cells; geometric mean {_geomean(ahead):.2f} times the fastest other provider"
-        yield f"geometric mean {_geomean(eager):.2f} times torch eager"
-        yield f"{len(behind)} cells more than 5 % behind:"
-        yield from behind
+def warm_case(case: Case, providers: Iterable[str]) -> None:
+    """Compile what `run_case` will find on disk then; nothing is checked or timed."""
+    torch.set_num_threads(case.threads)
+    inputs = make_inputs(case)
+    with torch.set_grad_enabled(case.mode == "train"):
+        for name in case.leaves if case.mode == "train" else ():
+            getattr(inputs, name).requires_grad_()
+        for name in providers:
+            step = PROVIDERS[name].make(case, inputs)
+            if step is not None:
+                step.call()
 
 
-def _geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+def measure(calls: dict[str, Callable[[], Any]], quantile: float = 0.5) -> dict[str, Timing]:
+    """Time all calls in interleaved rounds."""
+    once = {name: _once(call) for name, call in calls.items()}
+    repeats = {name: max(1, int(ROUND_SECONDS / seconds)) for name, seconds in once.items()}
+    fastest = min((s for name, s in once.items() if name != COPY), default=0.0)
+    slow = {name for name, s in once.items() if name != COPY and s > SLOW * fastest}
+    round_seconds = sum(once[n] * repeats[n] / (3 if n in slow else 1) + SETTLE_SECONDS for n in calls)
+    rounds = min(max(int(CASE_SECONDS / round_seconds), ROUNDS[0]), ROUNDS[1])
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    faults: dict[str, list[float]] = {name: [] for name in calls}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            names = list(calls)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # each after another one in turn
+                if name in slow and turn % 3:
+                    continue
+                taken, fault = _round(calls[name], repeats[name], once[name])
+                seconds[name].append(taken)
+                faults[name].append(fault)
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: Timing(_quantile(s, quantile), _spread(s), sum(faults[name]) / len(s)) for name, s in seconds.items()}
 
 
-def write_csv(path: Path, results: list[Result]) -> None:
-    """One row a provider and case, after comment lines with the environment."""
-    with path.open("w", newline="") as file:
-        for key, value in environment().items():
-            file.write(f"# {key}: {value}\n")
-        writer = csv.DictWriter(file, fieldnames=list(results[0].row()))
-        writer.writeheader()
-        writer.writerows(r.row() for r in results)
+def _once(call: Callable[[], Any]) -> float:
+    """Seconds of a call, roughly."""
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+        if best > 0.05:
+            break
+    return max(best, 1e-7)
 
 
-def table_line(results: list[Result]) -> str:
-    """A case's providers on one line: microseconds (times a copy)."""
-    parts = [f"{r.provider} {r.microseconds:.1f} ({r.copies:.2f})" for r in results]
-    return f"{results[0].case.name:<58} " + "  ".join(parts)
+def _round(call: Callable[[], Any], repeats: int, once: float) -> tuple[float, float]:
+    time.sleep(SETTLE_SECONDS)
+    if once < ROUND_SECONDS:
+        call()  # its threads wake, and its tensors come into the cache
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    taken = (time.perf_counter() - start) / repeats
+    return taken, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / repeats
 
 
-__all__ = ["CHANNEL_NORMS", "Result", "environment", "run_case", "summarize", "table_line", "write_csv"]
+def _quantile(values: list[float], quantile: float) -> float:
+    return sorted(values)[int(quantile * (len(values) - 1))]
+
+
+def _spread(values: list[float]) -> float:
+    return (_quantile(values, 0.75) - _quantile(values, 0.25)) / _quantile(values, 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from normkit.cli import advise, audit, convert, diff, env, explain, lab, rules, swap
+from normkit.cli import advise, audit, bench, convert, diff, env, explain, lab, rules, swap
 
 app = typer.Typer(
     name="normkit",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("advise")(advise.command)
 app.command("audit")(audit.command)
+app.command("bench")(bench.command)
 app.add_typer(convert.app, name="convert")
 app.command("diff")(diff.command)
 app.command("env")(env.command)

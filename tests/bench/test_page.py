@@ -1,0 +1,51 @@
+"""docs/bench.md says what docs/bench/results.csv holds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from normkit.bench.results import read
+from normkit.bench.summary import cells, geometric_mean
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_page", DOCS / "bench.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_agrees_with_the_results() -> None:
+    assert script().stale() == [], "run python docs/bench.py --write"
+
+
+def test_the_page_holds_the_means_and_every_cell_that_is_behind() -> None:
+    page = (DOCS / "bench.md").read_text(encoding="utf-8")
+    found = cells(read(DOCS / "bench" / "results.csv")[1])
+    ratio, eager = (geometric_mean(getattr(c, name) for c in found) for name in ("ratio", "eager"))
+    assert f"| all | {len(found)} | {ratio:.2f} | {eager:.2f} |" in page
+    for c in found:
+        assert (f"| {c.case.name} | {c.times['normkit']:.1f} |" in page) == c.behind
+
+
+def test_another_result_makes_the_page_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = script()
+    lines = made.RESULTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    row = next(k for k, text in enumerate(lines) if ",normkit," in text)
+    fields = lines[row].split(",")
+    fields[7] = str(float(fields[7]) * 100)
+    (tmp_path / "results.csv").write_text("".join([*lines[:row], ",".join(fields), *lines[row + 1 :]]))
+    monkeypatch.setattr(made, "RESULTS", tmp_path / "results.csv")
+    assert made.stale() == ["bench.md"]
+
+
+def test_only_a_whole_run_is_called_one() -> None:
+    made = script()
+    assert "placeholder" in made._state(899) and "placeholder" not in made._state(900)
