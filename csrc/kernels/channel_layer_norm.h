@@ -42,24 +42,24 @@ NORMKIT_INLINE TileStatistic<compute_t<X>, V> tile_statistic(const X* x, int64_t
   for (int64_t c0 = 0; c0 < channels; c0 += kChannelsPerSum) {
     Vec<A> sum[V];
     for (int64_t c = c0; c < smaller(c0 + kChannelsPerSum, channels); ++c)
-      for (int v = 0; v < V; ++v) sum[v] += load(x + c * space + v * L, tag);
-    for (int v = 0; v < V; ++v) t.high[v] += sum[v];
+      NORMKIT_UNROLL for (int v = 0; v < V; ++v) sum[v] += load(x + c * space + v * L, tag);
+    NORMKIT_UNROLL for (int v = 0; v < V; ++v) t.high[v] += sum[v];
   }
-  for (int v = 0; v < V; ++v) t.high[v] = t.high[v] * inverse;
+  NORMKIT_UNROLL for (int v = 0; v < V; ++v) t.high[v] = t.high[v] * inverse;
   for (int64_t c0 = 0; c0 < channels; c0 += kChannelsPerSum) {
     Vec<A> sum[V], square[V];
     for (int64_t c = c0; c < smaller(c0 + kChannelsPerSum, channels); ++c)
-      for (int v = 0; v < V; ++v) {
+      NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
         const Vec<A> d = load(x + c * space + v * L, tag) - t.high[v];
         sum[v] += d;
         square[v] += d * d;
       }
-    for (int v = 0; v < V; ++v) {
+    NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
       t.low[v] += sum[v];
       squares[v] += square[v];
     }
   }
-  for (int v = 0; v < V; ++v) {
+  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
     const Vec<A> rest = t.low[v];
     t.low[v] = rest * inverse;
     Vec<A> variance = (squares[v] - rest * t.low[v]) * inverse;
@@ -113,13 +113,13 @@ void channel_layer_norm_from(const ChannelsForward& a, int64_t begin, int64_t en
       const TileStatistic<A, V> t = tile_statistic<X, V>(x, channels, space, a.eps, tag);
       for (int64_t c = 0; c < channels; ++c) {
         const Vec<A> w(gain[c]), b(bias[c]);
-        for (int v = 0; v < V; ++v) {
+        NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
           const Vec<A> d = (load(x + c * space + v * L, tag) - t.high[v]) - t.low[v];
           store(y + c * space + v * L, d * t.rstd[v] * w + b, tag);
         }
       }
       if (!a.mean) return;
-      for (int v = 0; v < V; ++v) {
+      NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
         A high[L], low[L], rstd[L];
         store(high, t.high[v], Full{});
         store(low, t.low[v], Full{});
@@ -153,7 +153,7 @@ void channel_layer_norm_backward_from(const ChannelsBackward& a, int64_t begin, 
         const X* g = static_cast<const X*>(a.grad) + offset;
         X* dx = static_cast<X*>(a.dx) + offset;
         Vec<A> high[V], low[V], rstd[V], s1[V], s2[V];
-        for (int v = 0; v < V; ++v) {
+        NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
           A h[L] = {}, l[L] = {}, r[L] = {};
           for (int k = 0; k < used_lanes<A>(tag); ++k) {
             const int64_t at = sample * space + s + v * L + k;
@@ -169,7 +169,7 @@ void channel_layer_norm_backward_from(const ChannelsBackward& a, int64_t begin, 
           Vec<A> part1[V], part2[V];
           for (int64_t c = c0; c < smaller(c0 + kChannelsPerSum, channels); ++c) {
             Vec<A> grad_sum, hat_sum;
-            for (int v = 0; v < V; ++v) {
+            NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
               const Vec<A> grad = load(g + c * space + v * L, tag);
               const Vec<A> hat = ((load(x + c * space + v * L, tag) - high[v]) - low[v]) * rstd[v];
               const Vec<A> grad_hat = keep(grad * hat, tag);
@@ -181,17 +181,17 @@ void channel_layer_norm_backward_from(const ChannelsBackward& a, int64_t begin, 
             sums[c] += reduce(grad_sum);
             sums[channels + c] += reduce(hat_sum);
           }
-          for (int v = 0; v < V; ++v) {
+          NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
             s1[v] += part1[v];
             s2[v] += part2[v];
           }
         }
-        for (int v = 0; v < V; ++v) {
+        NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
           s1[v] = s1[v] * inverse;
           s2[v] = s2[v] * inverse;
         }
         for (int64_t c = 0; c < channels; ++c)
-          for (int v = 0; v < V; ++v) {
+          NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
             const Vec<A> hat = ((load(x + c * space + v * L, tag) - high[v]) - low[v]) * rstd[v];
             const Vec<A> h = load(g + c * space + v * L, tag) * Vec<A>(gain[c]);
             store(dx + c * space + v * L, (h - s1[v] - hat * s2[v]) * rstd[v], tag);

@@ -122,20 +122,20 @@ NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute
   using A = compute_t<X>;
   constexpr int L = Vec<A>::kLanes;
   Vec<A> high[V], low[V], scale[V], sum[V], sum_centred[V];
-  for (int v = 0; v < V; ++v) {
+  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
     scale[v] = load(gain + column + v * L, tag) * load(k.rstd + column + v * L, tag);
     high[v] = load(k.high + column + v * L, tag);
     low[v] = load(k.low + column + v * L, tag);
   }
   for (int64_t r = 0; r < n; ++r)
-    for (int v = 0; v < V; ++v) {
+    NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
       const int64_t at = rows[r] + column + v * L;
       const Vec<A> grad = load(g + at, tag);
       sum[v] += grad;
       sum_centred[v] += grad * ((load(x + at, tag) - high[v]) - low[v]);
       if (dx) store(dx + at, grad * scale[v], tag);
     }
-  for (int v = 0; v < V; ++v) {
+  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
     A s[L], h[L];
     store(s, sum[v], Full{});
     store(h, sum_centred[v], Full{});
@@ -172,8 +172,9 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
       int64_t n = 0;
       for (; next < last && n < kRowsPerPiece; ++next)
         if (!mask || mask[next]) rows[n++] = next * channels;
+      constexpr int V = kColumnsTogether<A>;
       int64_t c = 0;
-      for (; c + 4 * L <= channels; c += 4 * L) piece_grad_sums<X, 4>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
+      for (; c + V * L <= channels; c += V * L) piece_grad_sums<X, V>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
       for (; c + L <= channels; c += L) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
       if (c < channels) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Part{int(channels - c)}, k, sums);
     }

@@ -101,14 +101,39 @@ NORMKIT_HALF(bfloat16)
 NORMKIT_HALF(float16)
 #undef NORMKIT_HALF
 
+// One register's worth.
+template <class T>
+NORMKIT_INLINE typename Vec<compute_t<T>>::Native load_register(const T* p) {
+  if constexpr (sizeof(T) == 2) {
+    U16 h;
+    memcpy(&h, p, sizeof h);
+    return widen(h, T{});
+  } else {
+    typename Vec<T>::Native v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+}
+
 NORMKIT_INLINE VecF round_to(const VecF& v, float) { return v; }
 NORMKIT_INLINE Vec<double> round_to(const Vec<double>& v, double) { return v; }
 
 // ---- the first n lanes; the others load as zero ----
 
+// Fewer than 16 elements, without a call: what memcpy of a size known only at run time would be.
+template <class T>
+NORMKIT_INLINE void copy_few(T* to, const T* from, int n) {
+  NORMKIT_UNROLL for (int step = 8; step > 0; step /= 2) {
+    if (!(n & step)) continue;
+    memcpy(to, from, step * sizeof(T));
+    to += step;
+    from += step;
+  }
+}
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
 template <class T>
 NORMKIT_INLINE Vec<compute_t<T>> load(const T* p, Part t) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
   const __mmask16 mask = __mmask16((1u << t.n) - 1u);
   if constexpr (sizeof(T) == 2) {
     VecF r;
@@ -123,15 +148,9 @@ NORMKIT_INLINE Vec<compute_t<T>> load(const T* p, Part t) {
     r.part[0] = (Vec<double>::Native)_mm512_maskz_loadu_pd(__mmask8(mask), p);
     return r;
   }
-#else
-  T buffer[Vec<compute_t<T>>::kLanes] = {};
-  memcpy(buffer, p, t.n * sizeof(T));
-  return load(buffer, Full{});
-#endif
 }
 template <class T>
 NORMKIT_INLINE void store(T* p, const Vec<compute_t<T>>& v, Part t) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
   const __mmask16 mask = __mmask16((1u << t.n) - 1u);
   if constexpr (sizeof(T) == 2)
     _mm256_mask_storeu_epi16(p, mask, (__m256i)narrow(v.part[0], T{}));
@@ -139,12 +158,49 @@ NORMKIT_INLINE void store(T* p, const Vec<compute_t<T>>& v, Part t) {
     _mm512_mask_storeu_ps(p, mask, (__m512)v.part[0]);
   else
     _mm512_mask_storeu_pd(p, __mmask8(mask), (__m512d)v.part[0]);
+}
 #else
+#if defined(__AVX2__)
+// All ones in the lanes of this part that are among the first n of the vector.
+NORMKIT_INLINE __m256i part_mask(int part, int n, float) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n - part * 8), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+NORMKIT_INLINE __m256i part_mask(int part, int n, double) {
+  return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n - part * 4), _mm256_setr_epi64x(0, 1, 2, 3));
+}
+NORMKIT_INLINE __m256 load_part(const float* p, __m256i mask) { return _mm256_maskload_ps(p, mask); }
+NORMKIT_INLINE __m256d load_part(const double* p, __m256i mask) { return _mm256_maskload_pd(p, mask); }
+NORMKIT_INLINE void store_part(float* p, __m256i mask, __m256 v) { _mm256_maskstore_ps(p, mask, v); }
+NORMKIT_INLINE void store_part(double* p, __m256i mask, __m256d v) { _mm256_maskstore_pd(p, mask, v); }
+#endif
+template <class T>
+NORMKIT_INLINE Vec<compute_t<T>> load(const T* p, Part t) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) >= 4) {
+    Vec<T> r;
+    NORMKIT_UNROLL for (int i = 0; i < Vec<T>::kParts; ++i)
+      r.part[i] = load_part(p + i * Vec<T>::kPartLanes, part_mask(i, t.n, T{}));
+    return r;
+  }
+#endif
+  T buffer[Vec<compute_t<T>>::kLanes] = {};
+  copy_few(buffer, p, t.n);
+  return load(buffer, Full{});
+}
+template <class T>
+NORMKIT_INLINE void store(T* p, const Vec<compute_t<T>>& v, Part t) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) >= 4) {
+    NORMKIT_UNROLL for (int i = 0; i < Vec<T>::kParts; ++i)
+      store_part(p + i * Vec<T>::kPartLanes, part_mask(i, t.n, T{}), v.part[i]);
+    return;
+  }
+#endif
   T buffer[Vec<compute_t<T>>::kLanes];
   store(buffer, v, Full{});
-  memcpy(p, buffer, t.n * sizeof(T));
-#endif
+  copy_few(p, buffer, t.n);
 }
+#endif
 
 // ---- streaming stores: past the cache, for outputs larger than it. The address must be a multiple of 64 bytes (32 for
 // half types). Where there are none, an ordinary store.
@@ -156,6 +212,13 @@ NORMKIT_INLINE void stream(T* p, const Vec<compute_t<T>>& v) {
     _mm256_stream_si256((__m256i*)p, (__m256i)narrow(v.part[0], T{}));
   else
     _mm512_stream_si512((__m512i*)p, (__m512i)v.part[0]);
+#elif defined(__AVX__)
+  NORMKIT_UNROLL for (int i = 0; i < Vec<compute_t<T>>::kParts; ++i) {
+    if constexpr (sizeof(T) == 2)
+      _mm_stream_si128((__m128i*)p + i, (__m128i)narrow(v.part[i], T{}));
+    else
+      _mm256_stream_si256((__m256i*)p + i, (__m256i)v.part[i]);
+  }
 #elif defined(__SSE2__)
   alignas(64) T buffer[Vec<compute_t<T>>::kLanes];
   store(buffer, v, Full{});

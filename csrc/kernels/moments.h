@@ -81,12 +81,16 @@ NORMKIT_INLINE void segment_moments(const X* x, const uint8_t* mask, int64_t n, 
       if constexpr (Masked) v = where_valid(load_mask<A>(valid + j, tag), v);
       acc += v;
     })) / count);
-    const auto both = accumulate<A, Pair<A>>(m, [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
-      Vec<A> c = keep(load(p + j, tag) - Vec<A>(high), tag);
-      if constexpr (Masked) c = where_valid(load_mask<A>(valid + j, tag), c);
-      acc.first += c;
-      acc.second += c * c;
-    });
+    Pair<A> both;
+    if constexpr (Masked) {
+      both = accumulate<A, Pair<A>>(m, [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> c = where_valid(load_mask<A>(valid + j, tag), keep(load(p + j, tag) - Vec<A>(high), tag));
+        acc.first += c;
+        acc.second += c * c;
+      });
+    } else {
+      both = centred_pair(p, m, high);
+    }
     const double sum = reduce(both.first);
     double mean = high + sum / count, squares = reduce(both.second) - sum * (sum / count);
     if (!is_finite(squares)) wide_segment(p, valid, m, count, mean, squares);
@@ -152,16 +156,16 @@ NORMKIT_INLINE void piece_moments(const X* x, const int64_t* rows, int64_t n, in
   constexpr int L = Vec<A>::kLanes;
   Vec<A> high[V], sum[V], squares[V];
   for (int64_t r = 0; r < n; ++r)
-    for (int v = 0; v < V; ++v) high[v] += load(x + rows[r] + column + v * L, tag);
-  for (int v = 0; v < V; ++v) high[v] = high[v] * Vec<A>(A(1) / A(n));
+    NORMKIT_UNROLL for (int v = 0; v < V; ++v) high[v] += load(x + rows[r] + column + v * L, tag);
+  NORMKIT_UNROLL for (int v = 0; v < V; ++v) high[v] = high[v] * Vec<A>(A(1) / A(n));
   for (int64_t r = 0; r < n; ++r)
-    for (int v = 0; v < V; ++v) {
+    NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
       const Vec<A> c = load(x + rows[r] + column + v * L, tag) - high[v];
       sum[v] += c;
       squares[v] += c * c;
     }
   const double total = into.count + n, share = n / total, weight = into.count * share, inverse = 1.0 / n;
-  for (int v = 0; v < V; ++v) {
+  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
     A h[L], s[L], q[L];
     store(h, high[v], Full{});
     store(s, sum[v], Full{});
@@ -201,8 +205,9 @@ void column_moments(const X* x, const uint8_t* mask, int64_t begin, int64_t end,
     for (; next < end && n < kRowsPerPiece; ++next)
       if (!mask || mask[next]) rows[n++] = next * channels;
     if (n == 0) break;
+    constexpr int V = kColumnsTogether<A>;
     int64_t c = 0;
-    for (; c + 4 * L <= channels; c += 4 * L) piece_moments<X, 4>(x, rows, n, c, Full{}, into);
+    for (; c + V * L <= channels; c += V * L) piece_moments<X, V>(x, rows, n, c, Full{}, into);
     for (; c + L <= channels; c += L) piece_moments<X, 1>(x, rows, n, c, Full{}, into);
     if (c < channels) piece_moments<X, 1>(x, rows, n, c, Part{int(channels - c)}, into);
     into.count += n;

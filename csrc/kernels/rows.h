@@ -38,7 +38,19 @@ class RowCursor {
   int64_t i1_, i2_;
 };
 
-// A row in the compute type that stays in the first cache between passes.
+// Rows that are worked on together: as many as stay in half of a first cache of 32 KB, up to eight.
+constexpr int64_t kRowsTogether = 8;
+template <class A>
+NORMKIT_INLINE int64_t padded(int64_t n) {
+  return (n + Vec<A>::kLanes - 1) / Vec<A>::kLanes * Vec<A>::kLanes;
+}
+template <class A>
+NORMKIT_INLINE int64_t rows_together(int64_t n) {
+  const int64_t fit = int64_t(16384 / sizeof(A)) / padded<A>(n > 0 ? n : 1);
+  return fit < 1 ? 1 : fit > kRowsTogether ? kRowsTogether : fit;
+}
+
+// Rows in the compute type that stay in the first cache between passes.
 template <class A>
 class ScratchRow {
  public:
@@ -112,46 +124,89 @@ NORMKIT_INLINE bool out_of_range(A spread) {
 // A Source yields the values of a row at j in the compute type, whatever they are made from. Direct sources read them
 // from memory in that type already; the others leave a copy in `row` for the passes that follow.
 
-template <class A, class Source>
-NORMKIT_INLINE Statistic<A> rms_statistic(const Source& source, A* row, int64_t n, double eps) {
+// A statistic comes in steps, each taken for several rows before the next one begins: a row waits for its sums to be
+// reduced, divided and rooted, and other rows fill that time.
+
+struct RowSums {
+  double first = 0, second = 0;
+};
+
+// The sum of the values (centered), or of their squares.
+template <class A, bool Squares, class Source>
+NORMKIT_INLINE double row_total(const Source& source, A* row, int64_t n) {
   double total = 0;
   for (int64_t start = 0; start < n; start += kChunk) {
     total += reduce(accumulate<A, Vec<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
       const Vec<A> v = source(start + j, tag);
       if constexpr (!Source::kDirect) store(row + start + j, v, tag);
-      acc += v * v;
+      if constexpr (Squares)
+        acc += v * v;
+      else
+        acc += v;
     }));
   }
-  const A spread = A(total / n) + A(eps);
-  if (out_of_range(spread)) return wide_statistic(Source::kDirect ? source.row() : row, n, eps, false);
+  return total;
+}
+
+// Sums of (value - high) and of its squares, in the order of `accumulate`. Where a Vec is several registers, one
+// register's share of the lanes is summed over the row before the next: eight accumulators then, and not more than the
+// processor has.
+template <class X, class A = compute_t<X>>
+NORMKIT_INLINE Pair<A> centred_pair(const X* values, int64_t n, A high) {
+  constexpr int L = Vec<A>::kLanes, P = Vec<A>::kPartLanes;
+  using Native = typename Vec<A>::Native;
+  const int64_t quadruples = n / (4 * L) * (4 * L), whole = n / L * L;
+  const Native shift = high - Native{};
+  const Part rest{int(n - whole)};
+  Vec<A> last;  // past the end: zeros, which change no sum
+  if (whole < n) last = keep(load(values + whole, rest) - Vec<A>(high), rest);
+  Pair<A> total;
+  NORMKIT_UNROLL for (int i = 0; i < Vec<A>::kParts; ++i) {
+    Native s0{}, s1{}, s2{}, s3{}, q0{}, q1{}, q2{}, q3{};
+    const auto add = [&](Native& s, Native& q, const X* p) NORMKIT_LAMBDA {
+      const Native c = load_register(p) - shift;
+      s += c;
+      q += c * c;
+    };
+    const X* p = values + i * P;
+    int64_t j = 0;
+    for (; j < quadruples; j += 4 * L) {
+      add(s0, q0, p + j);
+      add(s1, q1, p + j + L);
+      add(s2, q2, p + j + 2 * L);
+      add(s3, q3, p + j + 3 * L);
+    }
+    for (; j < whole; j += L) add(s0, q0, p + j);
+    s1 += last.part[i];
+    q1 += last.part[i] * last.part[i];
+    total.first.part[i] = (s0 + s1) + (s2 + s3);
+    total.second.part[i] = (q0 + q1) + (q2 + q3);
+  }
+  return total;
+}
+
+template <class A>
+NORMKIT_INLINE RowSums centred_sums(const A* values, int64_t n, A high) {
+  RowSums sums;
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const Pair<A> both = centred_pair(values + start, smaller(kChunk, n - start), high);
+    sums.first += reduce(both.first);
+    sums.second += reduce(both.second);
+  }
+  return sums;
+}
+
+template <class A>
+NORMKIT_INLINE Statistic<A> rms_statistic(double squares, const A* values, int64_t n, double eps) {
+  const A spread = A(squares / n) + A(eps);
+  if (out_of_range(spread)) return wide_statistic(values, n, eps, false);
   return {A(0), A(0), A(1) / sqrt_of(spread)};
 }
 
-template <class A, class Source>
-NORMKIT_INLINE Statistic<A> layer_statistic(const Source& source, A* row, int64_t n, double eps) {
-  double total = 0;
-  for (int64_t start = 0; start < n; start += kChunk) {
-    total += reduce(accumulate<A, Vec<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
-      const Vec<A> v = source(start + j, tag);
-      if constexpr (!Source::kDirect) store(row + start + j, v, tag);
-      acc += v;
-    }));
-  }
-  const A* values = Source::kDirect ? source.row() : row;
-  const A high = A(total / n);
-  double sum = 0, squares = 0;
-  for (int64_t start = 0; start < n; start += kChunk) {
-    const auto both =
-        accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
-          const Vec<A> c = keep(load(values + start + j, tag) - Vec<A>(high), tag);
-          acc.first += c;
-          acc.second += c * c;
-        });
-    sum += reduce(both.first);
-    squares += reduce(both.second);
-  }
-  const double low = sum / n;
-  const double variance = (squares - sum * low) / n;
+template <class A>
+NORMKIT_INLINE Statistic<A> layer_statistic(A high, const RowSums& sums, const A* values, int64_t n, double eps) {
+  const double low = sums.first / n;
+  const double variance = (sums.second - sums.first * low) / n;
   const A spread = A(variance < 0 ? 0 : variance) + A(eps);
   if (out_of_range(spread)) return wide_statistic(values, n, eps, true);
   return {high, A(low), A(1) / sqrt_of(spread)};

@@ -56,53 +56,67 @@ struct GatedSource {
 // ---- from the statistic to the output ----
 
 template <class A>
-struct Finish {
+struct FinishRow {
   const A* row;
-  int64_t n;
   Statistic<A> stat;
   const A* gain;
   const A* bias;
   const void* gate;
   void* y;
+};
+
+template <class A>
+struct Finish {
+  FinishRow<A> rows[kRowsTogether];
+  int64_t n;
   bool silu, round_product, stream;
 };
 
 // Mid is the type that the normalized value is rounded to before the gain multiplies it (A: not rounded).
 template <class A, class Y, class Mid, bool Centered, bool Bias, bool Gated>
-void finish_row(const Finish<A>& f) {
-  Y* y = static_cast<Y*>(f.y);
-  const auto at = [&](int64_t j, auto tag) NORMKIT_LAMBDA {
-    Vec<A> v = load(f.row + j, tag);
-    if constexpr (Centered) v = centre(v, f.stat.high, f.stat.low);
-    v = round_to(v * Vec<A>(f.stat.rstd), Mid{}) * load(f.gain + j, tag);
-    if constexpr (Bias) v = v + load(f.bias + j, tag);
-    if constexpr (Gated) {
-      if (f.round_product) v = round_to(v, Mid{});
-      v = v * activate(load(static_cast<const Y*>(f.gate) + j, tag), f.silu);
-    }
-    return v;
-  };
-  constexpr int L = Vec<A>::kLanes;
-  if (f.stream && !Gated && f.n % L == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0)
-    for (int64_t j = 0; j < f.n; j += L) stream(y + j, at(j, Full{}));
-  else
-    for_each<A>(f.n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(y + j, at(j, tag), tag); });
+void finish_rows(const Finish<A>& f, int64_t count) {
+  const int64_t n = f.n;
+  const bool silu = f.silu, round_product = f.round_product;
+  for (int64_t r = 0; r < count; ++r) {
+    // Locals, since a store to y could change what f holds for all that the compiler knows.
+    const FinishRow<A> it = f.rows[r];
+    const A *row = it.row, *gain = it.gain, *bias = it.bias;
+    const Y* gate = static_cast<const Y*>(it.gate);
+    const A high = it.stat.high, low = it.stat.low, rstd = it.stat.rstd;
+    Y* y = static_cast<Y*>(it.y);
+    const auto at = [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+      Vec<A> v = load(row + j, tag);
+      if constexpr (Centered) v = centre(v, high, low);
+      v = round_to(v * Vec<A>(rstd), Mid{}) * load(gain + j, tag);
+      if constexpr (Bias) v = v + load(bias + j, tag);
+      if constexpr (Gated) {
+        if (round_product) v = round_to(v, Mid{});
+        v = v * activate(load(gate + j, tag), silu);
+      }
+      return v;
+    };
+    constexpr int L = Vec<A>::kLanes;
+    if (f.stream && !Gated && n % L == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0)
+      for (int64_t j = 0; j < n; j += L) stream(y + j, at(j, Full{}));
+    else
+      for_each<A>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(y + j, at(j, tag), tag); });
+  }
 }
 
 template <class A>
-using FinishRow = void (*)(const Finish<A>&);
+using FinishRows = void (*)(const Finish<A>&, int64_t count);
 
 // A gate on the output comes without mean and bias (the op layer sees to it): that is all that models use.
 template <class A, class Y, class Mid>
-FinishRow<A> select_finish(bool centered, bool bias, bool gated) {
-  if (gated) return finish_row<A, Y, Mid, false, false, true>;
-  if (centered) return bias ? finish_row<A, Y, Mid, true, true, false> : finish_row<A, Y, Mid, true, false, false>;
-  return bias ? finish_row<A, Y, Mid, false, true, false> : finish_row<A, Y, Mid, false, false, false>;
+FinishRows<A> select_finish(bool centered, bool bias, bool gated) {
+  if (gated) return finish_rows<A, Y, Mid, false, false, true>;
+  if (centered) return bias ? finish_rows<A, Y, Mid, true, true, false> : finish_rows<A, Y, Mid, true, false, false>;
+  return bias ? finish_rows<A, Y, Mid, false, true, false> : finish_rows<A, Y, Mid, false, false, false>;
 }
 
 NORMKIT_INLINE bool is_half(DType t) { return t == DType::bfloat16 || t == DType::float16; }
 
-NORMKIT_INLINE FinishRow<float> select_finish_float(const RowsForward& a) {
+NORMKIT_INLINE FinishRows<float> select_finish_float(const RowsForward& a) {
   const DType stream_dtype = a.residual.data ? a.residual.dtype : a.x.dtype;
   const DType mid = !a.round_before_gain     ? DType::float32
                     : is_half(stream_dtype) ? stream_dtype
@@ -121,7 +135,7 @@ NORMKIT_INLINE FinishRow<float> select_finish_float(const RowsForward& a) {
                                      : select_finish<float, float, float>(a.centered, bias, gated);
   }
 }
-NORMKIT_INLINE FinishRow<double> select_finish_double(const RowsForward& a) {
+NORMKIT_INLINE FinishRows<double> select_finish_double(const RowsForward& a) {
   return select_finish<double, double, double>(a.centered, a.bias != nullptr, a.gate.data && !a.gate_before);
 }
 
@@ -131,10 +145,11 @@ NORMKIT_INLINE int64_t size_of(DType t) { return t == DType::float64 ? 8 : t == 
 
 // Make is called with the addresses of one row and returns its Source.
 template <class X, class R, class Make>
-void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRow<compute_t<X>> finish, const Make& make) {
+void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compute_t<X>> finish, const Make& make) {
   using A = compute_t<X>;
   const int64_t n = a.features;
-  ScratchRow<A> scratch(n);
+  const int64_t together = rows_together<A>(n), pitch = padded<A>(n);
+  ScratchRow<A> scratch(together * pitch);
   RowView y_bytes = a.y;  // the type of y is known to `finish` alone
   for (int64_t& s : y_bytes.stride) s *= size_of(a.y.dtype);
   RowCursor<X> x(a.x, begin);
@@ -142,41 +157,64 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRow<comput
   RowCursor<R> residual(a.residual, begin), sum(a.sum, begin);
   RowCursor<char> y(y_bytes, begin);
   int64_t phase = begin % a.period;
-  Finish<A> f{nullptr, n, {}, nullptr, nullptr, nullptr, nullptr, a.silu, a.round_product, a.stream};
-  for (int64_t i = begin; i < end; ++i) {
-    const auto source = make(x.get(), residual.get(), sum.get(), gate.get());
-    using Source = decltype(make(x.get(), residual.get(), sum.get(), gate.get()));
-    if (Source::kCanCentre && a.centered)
-      f.stat = layer_statistic<A>(source, scratch.get(), n, a.eps);
-    else
-      f.stat = rms_statistic<A>(source, scratch.get(), n, a.eps);
-    f.row = Source::kDirect ? source.row() : scratch.get();
-    f.gain = static_cast<const A*>(a.gain) + phase * n;
-    f.bias = a.bias ? static_cast<const A*>(a.bias) + phase * n : nullptr;
-    f.gate = gate.get();
-    f.y = y.get();
-    finish(f);
-    if (a.mean) a.mean[i] = double(f.stat.high) + double(f.stat.low);
-    if (a.rstd) static_cast<A*>(a.rstd)[i] = f.stat.rstd;
-    x.next();
-    gate.next();
-    residual.next();
-    sum.next();
-    y.next();
-    if (++phase == a.period) phase = 0;
+  using Source = decltype(make(x.get(), residual.get(), sum.get(), gate.get()));
+  const bool centered = Source::kCanCentre && a.centered;
+  Finish<A> f;
+  f.n = n;
+  f.silu = a.silu;
+  f.round_product = a.round_product;
+  f.stream = a.stream;
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t count = smaller(together, end - first);
+    double totals[kRowsTogether];
+    for (int64_t r = 0; r < count; ++r) {
+      const Source source = make(x.get(), residual.get(), sum.get(), gate.get());
+      A* own = scratch.get() + r * pitch;
+      totals[r] = centered ? row_total<A, false>(source, own, n) : row_total<A, true>(source, own, n);
+      FinishRow<A>& it = f.rows[r];
+      it.row = Source::kDirect ? source.row() : own;
+      it.gain = static_cast<const A*>(a.gain) + phase * n;
+      it.bias = a.bias ? static_cast<const A*>(a.bias) + phase * n : nullptr;
+      it.gate = gate.get();
+      it.y = y.get();
+      x.next();
+      gate.next();
+      residual.next();
+      sum.next();
+      y.next();
+      if (++phase == a.period) phase = 0;
+    }
+    if (centered) {
+      RowSums sums[kRowsTogether];
+      for (int64_t r = 0; r < count; ++r) {
+        const A high = A(totals[r] / n);
+        f.rows[r].stat.high = high;
+        sums[r] = centred_sums(f.rows[r].row, n, high);
+      }
+      for (int64_t r = 0; r < count; ++r)
+        f.rows[r].stat = layer_statistic(f.rows[r].stat.high, sums[r], f.rows[r].row, n, a.eps);
+    } else {
+      for (int64_t r = 0; r < count; ++r) f.rows[r].stat = rms_statistic(totals[r], f.rows[r].row, n, a.eps);
+    }
+    finish(f, count);
+    for (int64_t r = 0; r < count; ++r) {
+      const Statistic<A>& stat = f.rows[r].stat;
+      if (a.mean) a.mean[first + r] = double(stat.high) + double(stat.low);
+      if (a.rstd) static_cast<A*>(a.rstd)[first + r] = stat.rstd;
+    }
   }
   if (a.stream) stream_fence();
 }
 
 template <class X, class R>
-void run_residual(const RowsForward& a, int64_t begin, int64_t end, FinishRow<compute_t<X>> finish) {
+void run_residual(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compute_t<X>> finish) {
   run_rows<X, R>(a, begin, end, finish, [](const X* x, const R* residual, R* sum, const X*) {
     return ResidualSource<X, R>{x, residual, sum};
   });
 }
 
 template <class X>
-void rows_forward_from(const RowsForward& a, int64_t begin, int64_t end, FinishRow<compute_t<X>> finish) {
+void rows_forward_from(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compute_t<X>> finish) {
   if (a.residual.data) {
     if constexpr (sizeof(X) == 2) {
       if (a.residual.dtype == DType::float32) return run_residual<X, float>(a, begin, end, finish);

@@ -157,19 +157,39 @@ NORMKIT_INLINE Vec<A> keep(const Vec<A>& v, Part t) {
 // The sum of the lanes in double, as a tree: i + (i + 8), then i + (i + 4), ... What float lanes have gathered is nearly
 // exact, and adding sixteen of them in float would spoil it.
 NORMKIT_INLINE double reduce(const Vec<double>& v) {
+#if defined(__AVX__)
+#if defined(__AVX512F__)
+  const __m512d all = (__m512d)v.part[0];
+  const __m256d four = _mm512_castpd512_pd256(all) + _mm512_extractf64x4_pd(all, 1);
+#else
+  const __m256d four = (__m256d)v.part[0] + (__m256d)v.part[1];
+#endif
+  const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+  return two[0] + two[1];
+#else
   double lanes[8];
   memcpy(lanes, v.part, 64);
   const double a = lanes[0] + lanes[4], b = lanes[1] + lanes[5], c = lanes[2] + lanes[6], d = lanes[3] + lanes[7];
   return (a + c) + (b + d);
+#endif
 }
 NORMKIT_INLINE double reduce(const Vec<float>& v) {
+  Vec<double> sum;
+#if defined(__AVX512F__)
+  const __m512 all = (__m512)v.part[0];
+  sum.part[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(all)) + _mm512_cvtps_pd(_mm512_extractf32x8_ps(all, 1));
+#elif defined(__AVX__)
+  const __m256 low = (__m256)v.part[0], high = (__m256)v.part[1];
+  sum.part[0] = _mm256_cvtps_pd(_mm256_castps256_ps128(low)) + _mm256_cvtps_pd(_mm256_castps256_ps128(high));
+  sum.part[1] = _mm256_cvtps_pd(_mm256_extractf128_ps(low, 1)) + _mm256_cvtps_pd(_mm256_extractf128_ps(high, 1));
+#else
   typedef float Half __attribute__((vector_size(kNativeBytes / 2)));
   typedef double Wide __attribute__((vector_size(kNativeBytes)));
   Half half[2 * Vec<float>::kParts];
   memcpy(half, v.part, 64);
-  Vec<double> sum;
   NORMKIT_UNROLL for (int i = 0; i < Vec<double>::kParts; ++i)
     sum.part[i] = __builtin_convertvector(half[i], Wide) + __builtin_convertvector(half[i + Vec<double>::kParts], Wide);
+#endif
   return reduce(sum);
 }
 
@@ -265,6 +285,10 @@ NORMKIT_INLINE void accumulate_more(Four<Acc>& acc, int64_t n, const F& f) {
   }
   if (j < n) f(acc.a3, j, Part{int(n - j)});
 }
+
+// Vectors of columns that are summed side by side: what the registers hold.
+template <class A>
+constexpr int kColumnsTogether = Vec<A>::kParts == 1 ? 4 : 2;
 
 // Two sums carried at once.
 template <class A>
