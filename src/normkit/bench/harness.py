@@ -22,9 +22,9 @@ from normkit.bench.results import COPY, Result
 
 ROUND_SECONDS = 0.004
 """What a round of one provider takes at least: calls are repeated within it."""
-CASE_SECONDS = 0.6
+CASE_SECONDS = 0.4
 """What all rounds of a case should take: slow cases get fewer rounds."""
-ROUNDS = (5, 15)
+ROUNDS = (5, 11)
 SLOW = 4.0
 """A provider this many times slower than the fastest takes part in every third round only."""
 SETTLE_SECONDS = 0.002
