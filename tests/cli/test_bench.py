@@ -66,6 +66,7 @@ def test_a_stopped_run_continues_where_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert set(ran) == {r.case for r in rows} - {r.case for r in before} and 0 < len(ran) < 6
 
 
+@pytest.mark.slow
 def test_warming_compiles_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "CACHE", tmp_path / "cache")
     result = invoke(*TINY, "--warm")
@@ -78,7 +79,6 @@ def test_warming_compiles_into_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_process_that_dies_is_one_line_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_settings", lambda threads: {"PYTHONPATH": "", "NORMKIT_BENCH": "", "PATH": ""})
     monkeypatch.setattr(runs.sys, "executable", "/bin/false")
     result = invoke(*TINY)
     assert result.exit_code == 1
