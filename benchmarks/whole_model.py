@@ -38,29 +38,53 @@ def build(layers: int, hidden: int, dtype: torch.dtype) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+class Mark(torch.autograd.Function):
+    """The identity, which calls ``reached`` when the gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, reached: Callable[[], None]) -> torch.Tensor:
+        ctx.reached = reached
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.reached()
+        return grad, None
+
+
 @contextmanager
-def timed(norms: list[nn.Module], *, backward: bool) -> Iterator[list[float]]:
-    """Adds up the seconds that are spent in norm modules, their backward too where it is asked for."""
+def timed(norms: list[nn.Module]) -> Iterator[list[float]]:
+    """Adds up the seconds that are spent in norm modules, forward and backward.
+
+    A backward lasts from the gradient of a norm's output to that of its input, all on one thread. Backward hooks of
+    modules would not do: a swapped norm that gets one runs its own forward again.
+    """
     spent, started = [0.0], [0.0]
 
-    def enter(*_: Any) -> None:
+    def enter() -> None:
         started[0] = time.perf_counter()
 
-    def leave(*_: Any) -> None:
+    def leave() -> None:
         spent[0] += time.perf_counter() - started[0]
 
-    handles = [h for m in norms for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
-    if backward:  # from the gradient of a norm's output to that of its input, all on one thread
-        for m in norms:
-            handles += [m.register_full_backward_pre_hook(enter), m.register_full_backward_hook(leave)]
+    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        marked = (Mark.apply(args[0], leave), *args[1:])
+        enter()
+        return marked
+
+    def after(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+        leave()
+        return Mark.apply(result, enter)
+
+    handles = [h for m in norms for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
     yield spent
     for handle in handles:
         handle.remove()
 
 
-def share(norms: list[nn.Module], call: Callable[[], Any], *, backward: bool) -> float:
+def share(norms: list[nn.Module], call: Callable[[], Any]) -> float:
     """The norms' share of one call."""
-    with timed(norms, backward=backward) as spent:
+    with timed(norms) as spent:
         begun = time.perf_counter()
         call()
         return spent[0] / (time.perf_counter() - begun)
@@ -121,7 +145,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
         shares = []
         for types in (old, new):
             become(types)
-            shares.append(share(norms, call, backward=name.startswith("training")))
+            shares.append(share(norms, call))
         before, after = (statistics.median(seconds[k]) for k in ("before", "after"))
         print(f"| {name} | {before:.3g} | {after:.3g} | {before / after:.3f} | {shares[0]:.1%} | {shares[1]:.1%} |",
               flush=True)  # fmt: skip

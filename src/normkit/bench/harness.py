@@ -22,13 +22,13 @@ from normkit.bench.results import COPY, Result
 
 ROUND_SECONDS = 0.004
 """What a round of one provider takes at least: calls are repeated within it."""
-CASE_SECONDS = 0.6
+CASE_SECONDS = 0.4
 """What all rounds of a case should take: slow cases get fewer rounds."""
-ROUNDS = (5, 15)
+ROUNDS = (5, 11)
 SLOW = 4.0
 """A provider this many times slower than the fastest takes part in every third round only."""
-SETTLE_SECONDS = 0.002
-"""Between providers: the threads of the last one go to sleep."""
+SETTLE_SECONDS = 0.005
+"""Between providers that have thread pools: OpenMP's threads wait busily for so long before they go to sleep."""
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 """Largest deviation over largest value: beyond is a wrong answer, no rounding. Some ten units in the last place for
 forms that round every intermediate result; gradients, which are sums of such, get four times that."""
@@ -114,7 +114,7 @@ def run_case(case: Case, providers: Iterable[str], quantile: float = 0.5) -> lis
         buffer = torch.empty_like(source)
         calls[COPY] = torch.no_grad()(lambda: buffer.copy_(source))
         results[COPY] = Result(case, COPY)
-        timings = measure(calls, quantile)
+        timings = measure(calls, quantile, SETTLE_SECONDS if case.threads > 1 else 0.0)
     size = source.numel() * source.element_size()
     for name, timing in timings.items():
         r = results[name]
@@ -137,13 +137,15 @@ def warm_case(case: Case, providers: Iterable[str]) -> None:
                 step.call()
 
 
-def measure(calls: dict[str, Callable[[], Any]], quantile: float = 0.5) -> dict[str, Timing]:
-    """Time all calls in interleaved rounds."""
+def measure(
+    calls: dict[str, Callable[[], Any]], quantile: float = 0.5, settle: float = SETTLE_SECONDS
+) -> dict[str, Timing]:
+    """Time all calls in interleaved rounds, with a pause of ``settle`` seconds before each."""
     once = {name: _once(call) for name, call in calls.items()}
     repeats = {name: max(1, int(ROUND_SECONDS / seconds)) for name, seconds in once.items()}
     fastest = min((s for name, s in once.items() if name != COPY), default=0.0)
     slow = {name for name, s in once.items() if name != COPY and s > SLOW * fastest}
-    round_seconds = sum(once[n] * repeats[n] / (3 if n in slow else 1) + SETTLE_SECONDS for n in calls)
+    round_seconds = sum(once[n] * repeats[n] / (3 if n in slow else 1) + settle for n in calls)
     rounds = min(max(int(CASE_SECONDS / round_seconds), ROUNDS[0]), ROUNDS[1])
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     faults: dict[str, list[float]] = {name: [] for name in calls}
@@ -155,7 +157,7 @@ def measure(calls: dict[str, Callable[[], Any]], quantile: float = 0.5) -> dict[
             for name in names[turn % len(names) :] + names[: turn % len(names)]:  # each after another one in turn
                 if name in slow and turn % 3:
                     continue
-                taken, fault = _round(calls[name], repeats[name], once[name])
+                taken, fault = _round(calls[name], repeats[name], once[name], settle)
                 seconds[name].append(taken)
                 faults[name].append(fault)
     finally:
@@ -176,8 +178,8 @@ def _once(call: Callable[[], Any]) -> float:
     return max(best, 1e-7)
 
 
-def _round(call: Callable[[], Any], repeats: int, once: float) -> tuple[float, float]:
-    time.sleep(SETTLE_SECONDS)
+def _round(call: Callable[[], Any], repeats: int, once: float, settle: float) -> tuple[float, float]:
+    time.sleep(settle)
     if once < ROUND_SECONDS:
         call()  # its threads wake, and its tensors come into the cache
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -85,6 +85,8 @@ def _panel(axis: object, part: list[Cell], rows: list[str], threads: list[int]) 
     ticks = [0.25, 1, 4, 16, 64]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
+    axis.grid(axis="x", color="#eeeeee", lw=0.6)
+    axis.set_axisbelow(True)
     axis.axvspan(1 - NOISE, 1 + NOISE, color="#dddddd", lw=0)
     axis.axvline(1, color="#888888", lw=0.8)
     norms = [r.split()[0] for r in rows]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -89,8 +90,9 @@ def _work(
         process = _start(None if warm else threads, _settings(threads), said)
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(job))
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it died at once; what it said is below
+                process.stdin.write(json.dumps(job))
+                process.stdin.close()
             for answer in process.stdout:
                 on_case([Result.of(row) for row in json.loads(answer)])
                 done += 1

@@ -98,8 +98,8 @@ def _model(case: Case, i: Inputs) -> Any:
         ]
     else:
         return None  # no training-mode batch norm
-    outputs: Any = [o.convert(r, _type(dtype)) if half else r for r in results]
-    return openvino.Model(outputs, parameters)
+    make: Any = openvino.Model  # its stub does not say that any node may be a result
+    return make([o.convert(r, _type(dtype)) if half else r for r in results], parameters)
 
 
 def make(case: Case, inputs: Inputs) -> Step | None:
