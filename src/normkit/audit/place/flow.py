@@ -72,6 +72,10 @@ class Flow:
         for number, site in enumerate(sites):
             for call in site.calls:
                 self._add_norm(number, call)
+        self._users: dict[int, list[int]] = {}
+        for node in trace.nodes:
+            for value in node.inputs:
+                self._users.setdefault(value, []).append(node.index)
         self._latent: set[int] = set()  # learned or constant values that a stream starts from (object queries)
         self._plain_roles = list(self.roles)
         self._forward()
@@ -279,10 +283,33 @@ class Flow:
             source = self._source(self.root[identity], branch, 1)
             if source is not None and (found is None or source > found.source):
                 found = Add(index, identity, branch, source, link=self.root[identity])
+        if found is not None and self._is_aside(index, found.branch):
+            return
         if found is None and name == "add":
             found = self._projected(index, tries) or self._mixed(index, tries) or self._gated(index, tries)
         if found is not None:
             self.adds[index] = found
+
+    def _is_aside(self, index: int, branch: int) -> bool:
+        """Whether a sum feeds maps only, and what is added goes on without it (a position in queries and keys)."""
+        return self._becomes(self.trace.nodes[index].outputs[0]) == {Role.MIX} and Role.ADD in self._becomes(
+            branch, index
+        )
+
+    def _becomes(self, value: int, besides: int = -1) -> set[Role]:
+        """The roles of the operators that take a value, views and casts looked through."""
+        found: set[Role] = set()
+        todo = [value]
+        while todo:
+            value = todo.pop()
+            if value in self.trace.outputs:
+                found.add(Role.OTHER)
+            for user in self._users.get(value, ()):
+                if self._plain_roles[user] is Role.CARRY:
+                    todo.extend(self.trace.nodes[user].outputs)
+                elif user != besides:
+                    found.add(self._plain_roles[user])
+        return found
 
     def is_behind(self, vertex: int, later: int) -> bool:
         """Whether a vertex is an earlier point of the stream that ends at another one."""
@@ -293,7 +320,7 @@ class Flow:
 
     def _projected(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
         for identity, branch in tries:
-            end = self.root[identity]
+            end = self._ungated(self.root[identity])
             while end >= 0 and self.roles[end] in (Role.NORM, Role.POOL):
                 data = self.data[end]
                 if data is None:
@@ -307,8 +334,10 @@ class Flow:
             start = self.root[actives[0]]
             while start >= 0 and self.roles[start] is Role.POOL and self.data[start] is not None:
                 start = self.root[self.data[start] or 0]  # a shortcut that pools before its map
-            if self._source(start, branch, 2, exact=True) is not None and not self._is_linear(start, branch):
-                return Add(index, identity, branch, start, projected=True, link=start)
+            data = self.data[start] if start in self.norms else None
+            for begin in (start,) if data is None else (start, self.root[data]):  # the shortcut may have its own norm
+                if self._source(begin, branch, 2, exact=True) is not None and not self._is_linear(begin, branch):
+                    return Add(index, identity, branch, begin, projected=True, link=begin)
         return None
 
     def _is_linear(self, start: int, branch: int) -> bool:
@@ -325,6 +354,17 @@ class Flow:
                 return False
             todo += [self._vertex(value) for value in actives]
         return True
+
+    def _ungated(self, vertex: int) -> int:
+        """What a gated linear unit halves and multiplies; the vertex itself where it is none."""
+        if vertex < 0 or self.roles[vertex] is not Role.MUL:
+            return vertex
+        halves = set()
+        for value in self._actives(vertex):
+            root = self.root[value]
+            data = self.data[root] if root >= 0 and self.roles[root] is Role.UNARY else None
+            halves.add(root if data is None else self.root[data])
+        return halves.pop() if len(halves) == 1 else vertex
 
     def _gated(self, index: int, tries: list[tuple[int, int]]) -> Add | None:
         """A gate times the stream plus a gate times the branch (highway)."""

@@ -223,7 +223,8 @@ class _Placer:
             v in self.flow.norms and self._on_stream(self.flow.norms[v][1].inputs[0]) for v in last.interior
         )
         apart = self._relation(vertex, last.node)
-        return "final" if root == last.node and reads_normed and apart[1] > 0 and self._is_stack(vertex) else "post"
+        behind = root == last.node or any(self.flow.next_link(n) == last.node for n in self._norms_behind(root))
+        return "final" if behind and reads_normed and apart[1] > 0 and self._is_stack(vertex) else "post"
 
     def _all_from_blocks(self, root: int) -> bool:
         """Whether every part of a concatenation comes from some block of a stream."""

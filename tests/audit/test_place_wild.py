@@ -1,0 +1,137 @@
+"""Wirings met in speech, vision and hybrid models, in outline."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.audit.test_place_general import D, Pre, mlp, places
+
+X = torch.randn(2, 6, D)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int = D) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
+
+
+class NormedTwice(nn.Module):
+    """A post-norm block that ends by normalizing the stream once more (a conformer's last norm)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.first = SelfAttention(), nn.LayerNorm(D)
+        self.mlp, self.second, self.last = mlp(), nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + self.attention(x))
+        return self.last(self.second(x + self.mlp(x)))
+
+
+def test_a_norm_of_a_norm_on_the_stream_is_post_like_the_second() -> None:
+    found = places(nn.Sequential(nn.Linear(D, D), NormedTwice(), NormedTwice(), NormedTwice(), nn.Linear(D, D)), X)
+    middle = {place for name, place in found.items() if not name.startswith("3")}
+    assert middle == {"post"}
+
+
+class ConvMlp(nn.Module):
+    """A feed-forward layer made of convolutions over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(D, 2 * D, 3, padding=1), nn.Conv1d(2 * D, D, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x.transpose(1, 2)))).transpose(1, 2)
+
+
+def test_a_transformer_whose_feed_forward_is_convolutions_is_no_convolutional_stream() -> None:
+    blocks = [block for _ in range(2) for block in (Pre(ConvMlp()), Pre(SelfAttention()), Pre(ConvMlp()))]
+    found = places(nn.Sequential(nn.Linear(D, D), *blocks, nn.LayerNorm(D)), X)
+    assert list(found.values()) == ["pre"] * 6 + ["final"]
+
+
+def test_without_attention_it_is_one() -> None:
+    found = places(nn.Sequential(nn.Linear(D, D), *[Pre(ConvMlp()) for _ in range(3)]), X)
+    assert set(found.values()) == {"conv"}
+
+
+class Scan(nn.Module):
+    """A state-space mixer with two sums of its own (chunks, and a skip) and a norm before its last map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.within, self.across, self.out = (nn.Linear(D, D) for _ in range(4))
+        self.skip, self.norm = nn.Parameter(torch.rand(D)), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.inside(x))
+        y = self.within(x) + self.across(torch.tanh(self.within(x)))
+        return self.out(self.norm(y + self.skip * x))
+
+
+class Hybrid(nn.Module):
+    """A shared transformer's output joins what a mixer reads, and not the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm, self.mixer = SelfAttention(), nn.LayerNorm(D), Scan()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixer(self.norm(x + self.attention(x)))
+
+
+def test_sums_inside_a_mixer_are_no_stream_be_there_two_and_a_norm_behind() -> None:
+    found = places(nn.Sequential(nn.Linear(D, D), Pre(Scan()), Hybrid(), Pre(Scan()), Hybrid(), nn.LayerNorm(D)), X)
+    assert {n: p for n, p in found.items() if "mixer" in n or "branch" in n} == {
+        "1.branch.norm": "inner", "2.mixer.norm": "inner", "3.branch.norm": "inner", "4.mixer.norm": "inner",
+    }  # fmt: skip
+    assert {p for n, p in found.items() if n in ("1.norm", "2.norm", "3.norm", "4.norm")} == {"pre"}
+    assert found["5"] == "final"
+
+
+class Adapter(nn.Module):
+    """Attention and shortcut each shorten the sequence by a gated convolution, each behind a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut_norm, self.norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.shortcut, self.shorten = nn.Conv1d(D, 2 * D, 2, 2), nn.Conv1d(D, 2 * D, 2, 2)
+        self.attention, self.mlp_norm, self.mlp = SelfAttention(), nn.LayerNorm(D), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = F.glu(self.shortcut(self.shortcut_norm(x).transpose(1, 2)), 1).transpose(1, 2)
+        short = F.glu(self.shorten(self.norm(x).transpose(1, 2)), 1).transpose(1, 2)
+        x = kept + self.attention(short)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def test_norms_of_a_gated_shortcut_and_of_its_branch() -> None:
+    found = places(nn.Sequential(nn.Linear(D, D), Pre(), Pre(SelfAttention()), Adapter(), nn.LayerNorm(D)), X)
+    assert [found[f"3.{n}"] for n in ("shortcut_norm", "norm", "mlp_norm")] == ["pre"] * 3
+    assert found["4"] == "final"
+
+
+class SharedQueries(nn.Module):
+    """Keys are normalized queries, and the softmax is written as a logsumexp (hashed attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.v, self.out = (nn.Linear(D, D) for _ in range(3))
+        self.norm = nn.LayerNorm(D, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.qk(x)
+        scores = q @ self.norm(q).transpose(-1, -2)
+        return self.out(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ self.v(x))
+
+
+def test_a_softmax_written_as_a_logsumexp() -> None:
+    found = places(nn.Sequential(nn.Linear(D, D), Pre(SharedQueries()), Pre()), X)
+    assert found["1.branch.norm"] == "qk"
