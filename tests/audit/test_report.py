@@ -171,16 +171,15 @@ def test_the_table_tells_axes_and_inline_places(faulty: Audit) -> None:
 
 def test_the_table_tells_how_far_a_norm_is_from_the_order_that_it_is_said_to_have() -> None:
     class Rounded(nn.Module):
-        """Rounds twice: after the statistic is applied, and the gain on its own to eight bits."""
+        """Squares in half precision, and takes their mean in float32: an order that no spec has."""
 
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.rand(24) + 0.5)
 
         def forward(self, x: Tensor) -> Tensor:
-            z = x.float()
-            y = (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype).float()
-            return (y * (1 + 2**-7) * (1 - 2**-7) * self.weight.float()).to(x.dtype)
+            square = x.pow(2).float().mean(-1, keepdim=True)
+            return self.weight * (x.float() * torch.rsqrt(square + 1e-6)).to(x.dtype)
 
     torch.manual_seed(0)
     result = audit(nn.Sequential(nn.Linear(24, 24), Rounded(), nn.LayerNorm(24)), torch.randn(2, 5, 24))

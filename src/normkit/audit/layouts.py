@@ -162,6 +162,8 @@ def _resolved(symbol: str, config: Any) -> int | None:
         return int(symbol)
     if symbol in _SIZES:
         return _SIZES[symbol]
+    if symbol.endswith(("_length", "_len")) and find(config, symbol, None) is None:
+        return LENGTH
     if symbol in ("height", "image_height", "image_size"):
         return _size(config)[0]
     if symbol in ("width", "image_width"):
