@@ -83,7 +83,7 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
             config, "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim", default=80
         )
         frames = 2 * number(config, "max_source_positions", default=64)
-        yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels))
+        yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels), floats(BATCH, 1, frames, mels))
     elif name in ("input_values", "decoder_input_values"):
         mels, frames = number(config, "num_mel_bins", default=80), number(config, "max_length", default=128)
         yield from (floats(BATCH, 8000), floats(BATCH, 1, 8000), floats(BATCH, frames, mels))
