@@ -169,6 +169,26 @@ def test_the_table_tells_axes_and_inline_places(faulty: Audit) -> None:
     assert "batch, 6 channels" in text
 
 
+def test_the_table_tells_how_far_a_norm_is_from_the_order_that_it_is_said_to_have() -> None:
+    class Rounded(nn.Module):
+        """Squares in half precision, and takes their mean in float32: an order that no spec has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(24) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            square = x.pow(2).float().mean(-1, keepdim=True)
+            return self.weight * (x.float() * torch.rsqrt(square + 1e-6)).to(x.dtype)
+
+    torch.manual_seed(0)
+    result = audit(nn.Sequential(nn.Linear(24, 24), Rounded(), nn.LayerNorm(24)), torch.randn(2, 5, 24))
+    odd, usual = result.norms
+    assert odd.half_mismatch is not None and odd.half_mismatch > 1e-3
+    assert f"(but {100 * odd.half_mismatch:.2g} % of outputs)" in str(result)
+    assert describe.mismatch(usual) == "" and str(result).count("% of outputs") == 1
+
+
 def test_a_norm_of_each_head_and_one_of_all_heads_read_differently() -> None:
     found = {}
     for kind in ("qwen3", "olmo2"):

@@ -50,14 +50,7 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
         )
     if len(tries) == 1:
         return tries[0]
-    farthest, best = -1, tries[0]
-    for given in tries:
-        recorded = _trial(model, given)
-        if recorded.error is None:
-            return given
-        if len(recorded.nodes) > farthest:
-            farthest, best = len(recorded.nodes), given
-    return helped(model, config, best)
+    return helped(model, config, _farthest(model, tries))
 
 
 def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -71,8 +64,21 @@ def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str,
         lacking = [n for n in _asked_for(error, parameters) if n not in more and layouts(n, config, model)]
         if not lacking:
             break
-        more[lacking[0]] = layouts(lacking[0], config, model)[0]
+        tries = [{**more, lacking[0]: layout} for layout in layouts(lacking[0], config, model)]
+        more = _farthest(model, tries) if len(tries) > 1 else tries[0]
     return given
+
+
+def _farthest(model: nn.Module, tries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The first inputs that a model runs on; if there are none, those that it gets farthest with."""
+    farthest, best = -1, tries[0]
+    for given in tries:
+        recorded = _trial(model, given)
+        if recorded.error is None:
+            return given
+        if len(recorded.nodes) > farthest:
+            farthest, best = len(recorded.nodes), given
+    return best
 
 
 def _asked_for(error: BaseException, parameters: Mapping[str, Any]) -> list[str]:
@@ -218,12 +224,21 @@ def _required(parameters: Mapping[str, Any]) -> list[str]:
     return [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and p.kind not in kinds]
 
 
+_INPUTS_OF = (
+    ("text_config", ("input_ids",)),
+    ("vision_config", ("pixel_values",)),
+    ("audio_config", ("input_features", "input_values")),
+)
+"""(the part of a config, what that modality's input is called)."""
+
+
 def _needed_beside(model: nn.Module, main: str) -> tuple[str, ...]:
     """A model over two modalities needs the other one as well: it declares them all as inputs of equal rank."""
     parameters = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
-    both = getattr(config, "vision_config", None) is not None and getattr(config, "text_config", None) is not None
-    return tuple(n for n in ("input_ids", "pixel_values") if both and n != main and n in parameters)
+    names = [names for part, names in _INPUTS_OF if getattr(config, part, None) is not None]
+    beside = [next((n for n in several if n in parameters), main) for several in names] if len(names) > 1 else []
+    return tuple(n for n in beside if n != main)
 
 
 def parse_inputs(specifications: Iterable[str]) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
             config, "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim", default=80
         )
         frames = 2 * number(config, "max_source_positions", default=64)
-        yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels))
+        yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels), floats(BATCH, 1, frames, mels))
     elif name in ("input_values", "decoder_input_values"):
         mels, frames = number(config, "num_mel_bins", default=80), number(config, "max_length", default=128)
         yield from (floats(BATCH, 8000), floats(BATCH, 1, 8000), floats(BATCH, frames, mels))
@@ -162,6 +162,8 @@ def _resolved(symbol: str, config: Any) -> int | None:
         return int(symbol)
     if symbol in _SIZES:
         return _SIZES[symbol]
+    if symbol.endswith(("_length", "_len")) and find(config, symbol, None) is None:
+        return LENGTH
     if symbol in ("height", "image_height", "image_size"):
         return _size(config)[0]
     if symbol in ("width", "image_width"):

@@ -103,7 +103,8 @@ def load(
     if ":" in target and not Path(target).exists():
         return _from_factory(target, device, inputs)
     path = Path(target)
-    if path.is_file() or (path.suffix in checkpoint.SUFFIXES and not path.is_dir()):
+    named = path.is_file() and (path.suffix or os.sep in target)  # a file may be called as a model type is
+    if named or (path.suffix in checkpoint.SUFFIXES and not path.is_dir()):
         return _from_file(path, device, inputs, progress, trust_remote_code)
     if os.sep in target or target.startswith(".") or path.is_dir():
         return _from_folder(path, device, inputs, progress, trust_remote_code)
@@ -326,11 +327,16 @@ def _from_model_type(
 def default_config(kind: str, **changes: Any) -> Any:
     """The config that transformers has for a model type, with some values changed.
 
+    As many heads of keys and values as of queries are taken where it says None.
+
     Raises:
         ModelError: it has none that is valid.
     """
     try:
-        return transformers().AutoConfig.for_model(kind, **changes)
+        config = transformers().AutoConfig.for_model(kind, **changes)
+        if getattr(config, "num_key_value_heads", 0) is None:
+            config.num_key_value_heads = config.num_attention_heads
+        return config
     except Exception as error:  # a config may check its fields in any way
         raise ModelError(f"{kind!r} has no default config: {_one_line(error)}; give a folder with one") from error
 

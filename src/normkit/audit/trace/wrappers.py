@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +19,7 @@ def _adapter(holder: str) -> Callable[[nn.Module], str]:
 
     def path(wrapper: nn.Module) -> str:
         original = "base_layer" if "base_layer" in wrapper._modules else "original_module"
-        active = getattr(wrapper, "active_adapters", ())
+        active: Any = getattr(wrapper, "active_adapters", ())
         copies = wrapper.get_submodule(holder)._modules
         if getattr(wrapper, "disable_adapters", False) or getattr(wrapper, "merged", False):
             return original
