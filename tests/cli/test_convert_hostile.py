@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from normkit.cli import main
 from normkit.convert.gains import Gain, decide
 from tests.cli.test_audit import refused
 from tests.cli.test_convert import run
@@ -34,14 +34,20 @@ HOSTILE = ["[red]x[/nope].norm.weight", "\x1b[31mred\x07\nline.norm.weight", "\u
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("name", HOSTILE, ids=["markup", "escapes", "surrogate", "letters"])
-def test_names_that_a_terminal_cannot_show(name: str, encoding: str, tmp_path: Path) -> None:
+def test_names_that_a_terminal_cannot_show(
+    name: str, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No markup, no colours, no crash: such names stand escaped, and go through unchanged."""
     source, out = written(tmp_path / "source", name, [1.0, 1.25]), tmp_path / "out"
-    command = [sys.executable, "-m", "normkit.cli", "convert", "gains", str(source), str(out), "--to", "1+w"]
-    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    done = subprocess.run([*command, "--stored", "*=w"], env=env, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.decode(encoding)
+    shown = io.BytesIO()
+    command = ["normkit", "convert", "gains", str(source), str(out), "--to", "1+w", "--stored", "*=w"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding=encoding))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sys.stdout.flush()
+    assert ended.value.code == 0
+    text = shown.getvalue().decode(encoding)
     assert ".norm.weight" in text and "Traceback" not in text and "\x1b" not in text and "\x07" not in text
     size = struct.unpack("<Q", (out / "model.safetensors").read_bytes()[:8])[0]
     header = json.loads((out / "model.safetensors").read_bytes()[8 : 8 + size])

@@ -178,3 +178,20 @@ def test_a_later_batch_that_raises(method):
         recalibrate(model, [(torch.randn(6, 4), torch.zeros(6))])
     snapshot.assert_same()
     recalibrate(model, [(torch.randn(6, 4), torch.zeros(6))], forward=lambda model, batch: model(batch[0]))
+
+
+def test_an_empty_batch_first():
+    """Nothing can be seen on a batch without values: the next one shows the norms."""
+    model = Named()
+    batch = torch.randn(6, 4)
+    receipt = recalibrate(model, [torch.randn(0, 4), batch])
+    assert [c.name for c in receipt.changed] == ["norm"]
+    torch.testing.assert_close(model.norm.running_mean, model.lead(batch).mean(0))
+    with pytest.raises(ConversionError, match="no batch with values in it"):
+        recalibrate(model, [torch.randn(0, 4)])
+
+
+def test_norms_without_statistics_are_listed():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    (refused,) = recalibrate(model, [torch.randn(6, 4)]).refused
+    assert refused == ("1", "it keeps no running statistics")

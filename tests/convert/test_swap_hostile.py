@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from abc import ABC
 from typing import Any
 
@@ -116,3 +117,50 @@ def test_models_without_a_backward() -> None:
     want = F.layer_norm(model.lead(x) + model.branch(F.layer_norm(model.lead(x), (16,))), (16,))
     with torch.no_grad():
         torch.testing.assert_close(model(x), want)
+
+
+def test_traced_by_torch_jit() -> None:
+    """A trace holds the module's own operators: those that autograd records of a kernel cannot be saved."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(3, 8)
+    swap(model, x, **QUICK)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), file)
+    file.seek(0)
+    torch.testing.assert_close(torch.jit.load(file)(x), model(x))
+
+
+def test_a_default_dtype_of_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(3, 8)
+        assert swap(model, x, **QUICK).swapped == ("1",)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_norm_that_hands_its_input_on() -> None:
+    """A call that runs no operator is none of the norm's, and the module's own forward serves it."""
+
+    class Skipping(nn.LayerNorm):
+        def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+            return x if skip else super().forward(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Skipping(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.norm(x) + 1, skip=True)
+
+    model, x = Net(), torch.randn(3, 8)
+    want = model(x)
+    assert swap(model, x, **QUICK).swapped == ("norm",)
+    torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("strict", [-1, "1e-4", True, float("nan")])
+def test_strict_is_a_number(strict: Any) -> None:
+    with pytest.raises(ValueError, match="strict must be None or a number >= 0; got"):
+        swap(nn.LayerNorm(8), torch.randn(3, 8), strict=strict)
