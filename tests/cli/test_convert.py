@@ -132,9 +132,42 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    for command in ("gains", "names", "fold", "recalibrate"):
+    for command in ("gains", "names", "fold", "recalibrate", "replace"):
         result = run(command, "--help")
         assert result.exit_code == 0 and f"Example: normkit convert {command}" in " ".join(result.stdout.split())
+
+
+def test_help_is_wrapped_at_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of a docstring do not break the text; examples keep lines of their own."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    lines = [line.strip() for line in run("fold", "--help").stdout.splitlines()]
+    assert any(line.startswith("The model is loaded") and "Refused, with the reason" in line for line in lines)
+    assert sum(line.startswith("Example: normkit convert fold") for line in lines) == 2
+
+
+def test_replace(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from normkit.convert import load_replaced
+    from tests.residual.test_transformer_weights import theirs
+
+    theirs("gpt2", layers=2).save_pretrained(tmp_path / "source")
+    before = digest(tmp_path / "source")
+    dry = run("replace", tmp_path / "source", "--to", "rms_norm", "--dry-run", "--json", "-")
+    assert dry.exit_code == 0 and len(json.loads(dry.stdout)["changed"]) == 5
+    result = run("replace", tmp_path / "source", tmp_path / "out", "--to", "rms_norm", "--only", "transformer.ln_f")
+    assert result.exit_code == 0, result.output
+    assert "normkit.convert.load_replaced(" in result.stdout and "outputs off by" in result.stdout
+    assert isinstance(load_replaced(tmp_path / "out").transformer.h[0].ln_1, torch.nn.LayerNorm)
+    assert digest(tmp_path / "source") == before
+    for args, message in (
+        ((), "--to must be one of group_norm, "),
+        (("--to", "pre"), "--to must be one of group_norm, "),
+        (("--to", "group_norm"), "no norm can be replaced by 'group_norm'; nothing written"),
+        (("--to", "rms_norm", "--only", "x"), "only names x; the norms are transformer."),
+    ):
+        assert message in refused(run("replace", tmp_path / "source", tmp_path / "no", *args))
+    assert not (tmp_path / "no").exists()
 
 
 def outputs(folder: Path, **inputs: torch.Tensor) -> torch.Tensor:

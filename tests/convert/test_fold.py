@@ -388,3 +388,26 @@ def test_the_wide_mode_takes_narrow_casts_out():
         assert apart([wide(x)], [exact]) < 1e-15
     with torch.no_grad():
         assert apart([wide(x)], [exact]) > 1e-9
+
+
+def test_a_bias_stays_where_a_map_has_no_place_for_it():
+    """new_biases=False: no parameter is added; the norm keeps its bias by its gain, and padding does not matter."""
+    model = trained(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4, bias=False))).eval()
+    x = torch.randn(3, 8)
+    names = set(model.state_dict())
+    bias, gain = model[0].bias.detach().clone(), model[0].weight.detach().clone()
+    receipt = check_exact(lambda m, *a: fold(m, *a, new_biases=False), model, x)
+    assert "its bias stays" in receipt.changed[0].what and set(model.state_dict()) == names
+    assert bool((model[0].weight == 1).all())
+    torch.testing.assert_close(model[0].bias, (bias / gain).double())
+    padded = trained(nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3, padding=1, bias=False))).eval()
+    image = torch.randn(2, 8, 5, 5)
+    assert not fold(padded, image).changed
+    check_exact(lambda m, *a: fold(m, *a, new_biases=False), padded, image)
+    zero = trained(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4, bias=False))).eval()
+    with torch.no_grad():
+        zero[0].weight[3] = 0
+    (refused,) = fold(zero, x, new_biases=False).refused
+    assert "its gain, having zeros, cannot divide it" in refused.reason
+    plain = trained(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))).eval()
+    assert fold(plain, x, new_biases=False).changed[0].what == "gain and bias into 1"

@@ -154,3 +154,12 @@ def test_a_wrong_axis_is_refused_by_the_proof(monkeypatch):
     receipt = fold_batch_norm(model, image(6, 2))
     assert receipt.changed == () and "the proof failed" in receipt.refused[0].reason
     snapshot.assert_same()
+
+
+def test_norms_without_statistics_and_models_that_are_one():
+    """What is left is listed, with the reason."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    (refused,) = fold_batch_norm(model, torch.randn(2, 3, 5, 5)).refused
+    assert refused == ("1", "it keeps no running statistics: it divides by the batch's own")
+    (refused,) = fold_batch_norm(nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 5, 5)).refused
+    assert "it is the model itself" in refused.reason

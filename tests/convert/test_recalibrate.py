@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 
 import pytest
 import torch
@@ -146,3 +147,51 @@ def test_arguments():
         recalibrate(network(), [])
     with pytest.raises(ValueError, match="method must be one of"):
         recalibrate(network(), DATA, method="ema")
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lead, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, values):
+        return self.norm(self.lead(values))
+
+
+def test_batches_as_mappings():
+    """What tokenizers and image processors give is a mapping, and no dict."""
+    model = Named()
+    batches = [UserDict(values=torch.randn(6, 4)) for _ in range(2)]
+    recalibrate(model, batches)
+    seen = model.lead(torch.cat([b["values"] for b in batches]))
+    torch.testing.assert_close(model.norm.running_mean, seen.mean(0))
+
+
+@pytest.mark.parametrize("method", ["sequential", "batches"])
+def test_a_later_batch_that_raises(method):
+    model = Named()
+    snapshot = Snapshot(model)
+    with pytest.raises(ConversionError, match=r"Named raised on batch 1: .*; nothing was changed"):
+        recalibrate(model, [torch.randn(6, 4), torch.randn(6, 5)], method=method)
+    snapshot.assert_same()
+    with pytest.raises(ConversionError, match=r"raised on the first batch: .*forward=lambda model, batch"):
+        recalibrate(model, [(torch.randn(6, 4), torch.zeros(6))])
+    snapshot.assert_same()
+    recalibrate(model, [(torch.randn(6, 4), torch.zeros(6))], forward=lambda model, batch: model(batch[0]))
+
+
+def test_an_empty_batch_first():
+    """Nothing can be seen on a batch without values: the next one shows the norms."""
+    model = Named()
+    batch = torch.randn(6, 4)
+    receipt = recalibrate(model, [torch.randn(0, 4), batch])
+    assert [c.name for c in receipt.changed] == ["norm"]
+    torch.testing.assert_close(model.norm.running_mean, model.lead(batch).mean(0))
+    with pytest.raises(ConversionError, match="no batch with values in it"):
+        recalibrate(model, [torch.randn(0, 4)])
+
+
+def test_norms_without_statistics_are_listed():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    (refused,) = recalibrate(model, [torch.randn(6, 4)]).refused
+    assert refused == ("1", "it keeps no running statistics")

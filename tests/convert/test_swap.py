@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.convert import ConversionError
-from normkit.convert.swap import core, probe, swap, unswap
+from normkit.convert.swap import core, probe, swap, unswap, whole
 from normkit.convert.swap.reclass import plan_of
 from normkit.ops import called
 from tests.audit.test_unchanged import state_of, world
@@ -218,7 +218,7 @@ def test_if_the_whole_proof_fails_nothing_is_changed(monkeypatch: pytest.MonkeyP
     """A kernel that is off by 1 % only once the classes have changed."""
     model, x = text()
     before, wanted = state_of(model), outputs_of(model, x)
-    give = core.give
+    give = whole.give
 
     def give_and_break(norms: Any) -> None:
         from normkit.convert.swap import plan
@@ -227,7 +227,7 @@ def test_if_the_whole_proof_fails_nothing_is_changed(monkeypatch: pytest.MonkeyP
         compute = plan.compute
         monkeypatch.setattr(plan, "compute", lambda *a, **k: compute(*a, **k) * 1.01)
 
-    monkeypatch.setattr(core, "give", give_and_break)
+    monkeypatch.setattr(whole, "give", give_and_break)
     with pytest.raises(ConversionError, match=r"outputs would be off by 0\.0\d+ .* 0\.0001 is allowed"):
         swap(model, x, **QUICK)
     assert state_of(model) == before
@@ -250,7 +250,7 @@ def test_an_interruption_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPa
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(core, "compare_model", stop)
+    monkeypatch.setattr(whole, "compare_model", stop)
     with pytest.raises(KeyboardInterrupt):
         swap(model, x, **QUICK)
     assert state_of(model) == before

@@ -437,7 +437,11 @@ def _with_inputs(name: str, model: nn.Module, config: Any, device: str, inputs: 
         kwargs = complete(model, config, inputs or {})
     except InputError as error:
         raise ModelError(str(error)) from error
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     kwargs = placed(kwargs, device)
+    for key, value in kwargs.items():
+        if key not in (inputs or {}) and isinstance(value, Tensor) and value.is_floating_point():
+            kwargs[key] = value.to(dtype)  # a guess: pixels for a half-precision model, say
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs["use_cache"] = False
     return Loaded(name, model, (), kwargs)

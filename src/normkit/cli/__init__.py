@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import typer
+import io
+import sys
 
 from normkit.cli import advise, audit, bench, convert, diff, env, explain, lab, rules, swap
+from normkit.cli.common import Commands
 
-app = typer.Typer(
+app = Commands(
     name="normkit",
     help="The normalization toolkit for PyTorch.",
     no_args_is_help=True,
@@ -27,5 +29,8 @@ app.command("swap")(swap.command)
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. What a terminal's encoding cannot say stands escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

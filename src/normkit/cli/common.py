@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +40,17 @@ Device = Annotated[
 ]
 
 
+class Commands(typer.Typer):
+    """Typer whose help is wrapped at the terminal's width, not at the docstring's; each example keeps its line."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            text = re.sub(r"(?<!\n)\n(?!\n|Example)", " ", inspect.cleandoc(function.__doc__ or ""))
+            return super(Commands, self).command(name, help=text, **options)(function)
+
+        return register
+
+
 def tables(width: int = 140) -> Console:
     """The console for results. A pipe has no width of its own; names should stay whole."""
     from rich.console import Console
@@ -55,6 +69,10 @@ def messages() -> Console:
 def refuse(command: str, reason: object, code: int = USAGE) -> typer.Exit:
     """Print why a command does nothing, in one line; raise what comes back."""
     text = f"normkit {command}: {' '.join(str(reason).split())}"
+    if not text.isprintable():
+        from normkit.convert.terminal import printable
+
+        text = printable(text)
     messages().print(text, style="red", highlight=False, markup=False, soft_wrap=True)
     return typer.Exit(code)
 

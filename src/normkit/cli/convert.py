@@ -10,22 +10,26 @@ from typing import Annotated, Literal
 
 import typer
 
-from normkit.cli.common import messages, refuse, show_receipt
+from normkit.cli.common import Commands, messages, refuse, show_receipt
 
 UNKNOWN = 1
 """Exit code where nothing was written because the convention of some norms cannot be told."""
 
-app = typer.Typer(
+app = Commands(
     help="Change how a checkpoint (safetensors, sharded or not) stores its norms. The result is a new folder that "
     "appears whole or not at all; the source is only read, a piece at a time.",
     no_args_is_help=True,
 )
 
 Source = Annotated[Path, typer.Argument(help="A folder with safetensors files, or one such file.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="A folder with a config.json and safetensors files.", show_default=False)]
 Out = Annotated[Path | None, typer.Argument(help="The new folder; not needed with --dry-run.", show_default=False)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")]
 Json = Annotated[
     Path | None, typer.Option(help="Write the receipt as JSON; - for standard output.", show_default=False)
+]
+Probe = Annotated[
+    bool, typer.Option(help="Build the config's model, if it is small, and measure its outputs before and after.")
 ]
 Gains = Literal["w", "1+w"]
 
@@ -49,9 +53,7 @@ def gains(
     leave_unknown: Annotated[
         bool, typer.Option("--leave-unknown", help="Convert the others where some norms cannot be told.")
     ] = False,
-    probe: Annotated[
-        bool, typer.Option(help="Build the config's model, if it is small, and measure its outputs before and after.")
-    ] = True,
+    probe: Probe = True,
     dry_run: DryRun = False,
     json: Json = None,
 ) -> None:
@@ -105,6 +107,7 @@ def names(
     keep_others: Annotated[
         bool, typer.Option("--keep-others", help="Keep the names of tensors that are no norms and are not known.")
     ] = False,
+    probe: Probe = True,
     dry_run: DryRun = False,
     json: Json = None,
 ) -> None:
@@ -132,30 +135,80 @@ def names(
             gains=gains,
             to_gains=to_gains,
             keep_others=keep_others,
+            probe=probe,
             progress=progress,
         )
     show_receipt("convert", receipt, json)
 
 
 @app.command("fold")
-def fold(source: Source, out: Out = None, dry_run: DryRun = False, json: Json = None) -> None:
+def fold(
+    source: Folder,
+    out: Out = None,
+    untie: Annotated[
+        bool,
+        typer.Option("--untie", help="Give a head that is tied to the embedding a copy; config.json then says so."),
+    ] = False,
+    dry_run: DryRun = False,
+    json: Json = None,
+) -> None:
     """Fold norms' gains (and biases) into the linear maps that follow, where that is exact.
 
     The model is loaded by its config.json, and the fold is proved in float64 before anything is written. Refused, with
     the reason, where it is not exact: gains on the identity path, output norms, query and key norms, tied heads.
 
     Example: normkit convert fold llama-folder llama-folded
+    Example: normkit convert fold gpt2-folder gpt2-folded --untie
     """
     from normkit.convert.folder import fold_folder
 
     with _working("fold") as progress:
-        receipt = fold_folder(source, _target(out, dry_run), progress=progress)
+        receipt = fold_folder(source, _target(out, dry_run), untie=untie, progress=progress)
+    show_receipt("convert", receipt, json)
+
+
+@app.command("replace")
+def replace(
+    source: Folder,
+    out: Out = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="group_norm, sync_batch_norm, batch_norm or frozen_batch_norm for batch norms; rms_norm for "
+            "LayerNorms; dynamic_tanh for both kinds of row norms.",
+            show_default=False,
+        ),
+    ] = "",
+    groups: Annotated[int, typer.Option(help="The most groups that a GroupNorm may have.")] = 32,
+    alpha: Annotated[float, typer.Option(help="Where DynamicTanh's scalar starts.")] = 0.5,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Replace this norm only; repeatable.", show_default=False)
+    ] = None,
+    dry_run: DryRun = False,
+    json: Json = None,
+) -> None:
+    """Replace norms by others, for further training: outputs change, and the receipt says by how much.
+
+    No config.json can say what was replaced, so the new folder holds a recipe beside the tensors, and
+    normkit.convert.load_replaced(OUT) gives the model.
+
+    Example: normkit convert replace resnet-folder --to group_norm --dry-run
+    Example: normkit convert replace bert-folder bert-rms --to rms_norm
+    """
+    from normkit.convert import ConversionError
+    from normkit.convert.replace import TARGETS, replace_folder
+
+    with _working("replace") as progress:
+        if to not in TARGETS:
+            raise ConversionError(f"--to must be one of {', '.join(TARGETS)}; got {to or 'nothing'}")
+        target = _target(out, dry_run)
+        receipt = replace_folder(source, target, to=to, groups=groups, alpha=alpha, only=only, progress=progress)
     show_receipt("convert", receipt, json)
 
 
 @app.command("recalibrate")
 def recalibrate(
-    source: Source,
+    source: Folder,
     out: Out = None,
     data: Annotated[
         list[Path] | None,

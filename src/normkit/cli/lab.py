@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from normkit.cli import lab_compare
-from normkit.cli.common import messages, refuse, tables
+from normkit.cli.common import Commands, messages, refuse, tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RESULTS = Path("lab-results.jsonl")
 COLOURS = {"holds": "green", "holds within limits": "yellow", "wrong as stated": "red", "no verdict": "dim"}
 
-app = typer.Typer(
+app = Commands(
     help="Statements about normalization: run them, judge them, report them, and compare your own norm.",
     no_args_is_help=True,
 )

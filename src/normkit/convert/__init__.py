@@ -12,6 +12,7 @@ from normkit.convert.receipt import Errors as Errors
 from normkit.convert.receipt import Receipt as Receipt
 from normkit.convert.receipt import Refusal as Refusal
 from normkit.convert.receipt import Speed as Speed
+from normkit.convert.replace import load_replaced as load_replaced
 from normkit.convert.replace import replace as replace
 from normkit.convert.swap import SwapReceipt as SwapReceipt
 from normkit.convert.swap import unswap as unswap
@@ -29,6 +30,7 @@ __all__ = [
     "fold",
     "fold_batch_norm",
     "layer_to_rms",
+    "load_replaced",
     "recalibrate",
     "replace",
     "unswap",

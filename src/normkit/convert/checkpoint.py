@@ -15,6 +15,8 @@ from torch import Tensor
 
 from normkit.convert.receipt import ConversionError
 
+CONFIG, OLD_CONFIG = "config.json", "config.source.json"
+"""A config, and one that no longer describes the tensors beside it."""
 CHUNK = 2**23
 """Bytes held at a time."""
 _HEADER_LIMIT = 100_000_000  # the format's own
@@ -152,6 +154,8 @@ def _indexed(folder: Path, index: Path) -> Checkpoint:
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
         raise ConversionError(f"{index} has no weight_map of names to files; restore it")
+    if not isinstance(content.get("metadata"), dict | None):
+        raise ConversionError(f"{index} has metadata that is no object; restore it")
     shards = sorted(set(places.values()))
     for shard in shards:
         if Path(shard).name != shard or shard in ("", ".", ".."):

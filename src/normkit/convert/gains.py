@@ -20,7 +20,7 @@ from normkit.audit.load import ModelError, load
 from normkit.convert.checkpoint import DTYPES, Checkpoint, open_checkpoint
 from normkit.convert.gain_evidence import OFFSETS, Convention, score, shift
 from normkit.convert.gain_proof import loaded_names, measured
-from normkit.convert.receipt import Change, ConversionError, Receipt, Refusal
+from normkit.convert.receipt import Change, ConversionError, Receipt, Refusal, deviation
 from normkit.convert.stream import Output, copied, write_checkpoint
 
 TAG = "normkit.gains"
@@ -120,26 +120,41 @@ def decide(gains: Sequence[Gain]) -> list[Gain]:
     groups: defaultdict[str, list[Gain]] = defaultdict(list)
     for gain in gains:
         groups[gain.group].append(gain)
-    return [_judged(gain, group) for group in groups.values() for gain in group]
+    found: list[Gain] = []
+    for group in groups.values():
+        strong = [g for g in group if abs(g.score) >= DECIDES]
+        members = strong or group
+        mean = sum(g.score for g in members) / len(members)
+        kin = _Kin(len(group), members, mean, len({_side(g.score) for g in strong}) > 1)
+        found += [_judged(gain, kin) for gain in group]
+    return found
 
 
-def _judged(gain: Gain, group: Sequence[Gain]) -> Gain:
+@dataclass(frozen=True)
+class _Kin:
+    """Norms that are computed alike, and what the values of those with strong evidence (else of all) say together."""
+
+    count: int
+    members: Sequence[Gain]
+    mean: float
+    split: bool
+    """Not all are stored alike: each stands for itself."""
+
+
+def _judged(gain: Gain, kin: _Kin) -> Gain:
     values = _side(gain.score)
     if gain.tag is not None:
         if values != gain.tag and abs(gain.score) >= OVERRULES:
             return replace(gain, reason=f"tagged {gain.tag}, but its values are those of {values}")
         return replace(gain, stored=gain.tag, reason="tagged by an earlier conversion")
-    strong = [g for g in group if abs(g.score) >= DECIDES]
-    if len({_side(g.score) for g in strong}) > 1:  # not all of the group are stored alike: each for itself
+    if kin.split:
         evidence, whose = gain.score, "its own values (norms computed alike are stored differently)"
         needed = DECIDES if values == gain.reads else OVERRULES
     else:
-        members = strong or group
-        mean = sum(g.score for g in members) / len(members)
-        evidence = mean * min(len(members), _POOLED)
-        whose = "its values" if len(group) == 1 else f"the values of {len(group)} norms computed alike"
+        evidence = kin.mean * min(len(kin.members), _POOLED)
+        whose = "its values" if kin.count == 1 else f"the values of {kin.count} norms computed alike"
         needed = {None: DECIDES, _side(evidence): CORROBORATED}.get(gain.reads, OVERRULES)
-        if values != _side(evidence) and abs(gain.score) >= _OPPOSED and not _linked(gain, members):
+        if values != _side(evidence) and abs(gain.score) >= _OPPOSED and not _linked(gain, kin.members):
             return replace(gain, reason=f"cannot tell: its values look like {values}, those of its kin do not")
     side = _side(evidence)
     config = "no config says" if gain.reads is None else f"the config's model reads {gain.reads}"
@@ -300,7 +315,7 @@ def _stated(gain: Gain, stored: Mapping[str, str]) -> Gain:
     if gain.stored is not None:
         return gain
     for pattern, convention in stored.items():
-        if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), gain.name):
+        if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), gain.name, re.DOTALL):
             said = gain.reads if convention == "config" else _convention(convention)
             if said is None:
                 raise ConversionError(f"stored must say 'w', '1+w' or 'config' (with one); got {convention!r}")
@@ -317,7 +332,7 @@ def _change(checkpoint: Checkpoint, name: str, stored: Convention, to: Conventio
     values = checkpoint.tensors[name].tensor()
     after = shift(values, OFFSETS[stored] - OFFSETS[to]).double() + OFFSETS[to]
     gains = values.double() + OFFSETS[stored]
-    off = float((after - gains).abs().max() / gains.abs().max().clamp_min(1e-300))
+    off = deviation(after, gains)
     return Change(name=name, what=f"{stored} to {to}" + (f", gains off by {off:.0e}" if off else ""))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -53,9 +53,9 @@ def recalibrate(
     """
     _check(model, data, method)
     run = forward or _forward
-    first = next(iter(data), None)
+    first = next((batch for batch in data if _holds_values(batch)), None)
     if first is None:
-        raise ConversionError("data holds no batch: there is nothing to measure")
+        raise ConversionError("data holds no batch with values in it: there is nothing to measure")
     editor = Editor(model)
     with _modes(model):
         sites, refused = _sites(model, first, run)
@@ -135,8 +135,14 @@ def _check(model: object, data: object, method: str) -> None:
         raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}; got {method!r}")
 
 
+def _holds_values(batch: Any) -> bool:
+    """Whether no tensor in a batch is empty: a model's norms show nothing on one that is."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return all(t.numel() > 0 for t in leaves if isinstance(t, Tensor))
+
+
 def _forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
@@ -171,12 +177,12 @@ def _sites(model: nn.Module, batch: Any, run: Forward) -> tuple[list[_Site], lis
     """The norms with running statistics, each with its level: how many of them come before it."""
     recorded = trace(_Caller(model, run), (batch,))
     if recorded.error is not None:
-        raise ConversionError(f"{type(model).__name__} raised on the first batch: {recorded.error}") from recorded.error
+        raise _raised(model, recorded.error, "the first batch") from recorded.error
     refused: list[Refusal] = []
     found: list[Occurrence] = []
     for norm in find_norms(recorded):
         spec = norm.identification.spec
-        if spec is None or (spec.running is None and not spec.frozen):
+        if spec is None or (spec.running is None and not spec.frozen and spec.axes != "batch"):
             continue
         reason = _reason(norm)
         if reason is None:
@@ -185,6 +191,13 @@ def _sites(model: nn.Module, batch: Any, run: Forward) -> tuple[list[_Site], lis
             refused.append(Refusal(_name(norm), reason))
     levels = _levels(recorded, found)
     return [_site(norm, levels[norm.name]) for norm in found], refused
+
+
+def _raised(model: nn.Module, error: BaseException, where: str) -> ConversionError:
+    return ConversionError(
+        f"{type(model).__name__} raised on {where}: {' '.join(str(error).split())}; nothing was changed. A batch "
+        "is the model's arguments: if it holds labels too, give forward=lambda model, batch: model(batch[0])"
+    )
 
 
 def _name(norm: Occurrence) -> str:
@@ -196,6 +209,8 @@ def _reason(norm: Occurrence) -> str | None:
     assert found.spec is not None
     if found.spec.frozen:
         return "it is frozen: its statistics are meant to stay"
+    if found.spec.running is None and not found.spec.frozen:
+        return "it keeps no running statistics"
     if norm.module is None:
         return "it is written inline"
     if found.spec.axes != "batch" or found.running_mean is None or found.running_var is None:
@@ -250,8 +265,13 @@ def _pass(
     try:
         for site in sites if method == "batches" else ():
             site.module.training = True
-        for batch in data:
-            run(editor.model, batch)
+        for number, batch in enumerate(data):
+            try:
+                run(editor.model, batch)
+            except ConversionError:
+                raise
+            except Exception as error:  # foreign code
+                raise _raised(editor.model, error, f"batch {number}") from error
     finally:
         for handle in handles:
             handle.remove()

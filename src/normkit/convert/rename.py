@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from normkit.convert.checkpoint import DTYPES, Checkpoint, open_checkpoint
+from normkit.convert.checkpoint import CONFIG, DTYPES, OLD_CONFIG, Checkpoint, open_checkpoint
 from normkit.convert.gain_evidence import OFFSETS, Convention, shift
 from normkit.convert.gains import TAG, gain_tags
+from normkit.convert.name_proof import measured
 from normkit.convert.name_tables import NAMINGS, STYLES
 from normkit.convert.names import NameMap, Renamed, map_names, naming
 from normkit.convert.receipt import Change, ConversionError, Receipt
 from normkit.convert.stream import Output, Part, assembled, copied, write_checkpoint
-
-_CONFIG = "config.json"
-_OLD_CONFIG = "config.source.json"
 
 
 def convert_names(
@@ -29,6 +27,7 @@ def convert_names(
     gains: Convention | None = None,
     to_gains: Convention | None = None,
     keep_others: bool = False,
+    probe: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
     """Write a checkpoint under another naming, with its gain convention, to a new folder.
@@ -39,6 +38,8 @@ def convert_names(
         names, to: namings as in `map_names`.
         gains, to_gains: how gains are stored, where the naming leaves it open.
         keep_others: as in `map_names`.
+        probe: build the models of both ends, where configs can and the files are small, and measure how far apart they
+            are.
         progress: called with a word on what is being done.
 
     The old ``config.json`` describes the old names, so it becomes ``config.source.json``.
@@ -60,13 +61,20 @@ def convert_names(
     changed = tuple(_change(r) for r in made.tensors if not (r.plain and r.key == r.pieces[0].key and not r.shift))
     kept = len(made.tensors) - len(changed)
     notes = [*made.notes, *([f"{kept} tensors keep their names"] if kept else [])]
-    others = {_CONFIG: _OLD_CONFIG} if (checkpoint.folder / _CONFIG).is_file() and checkpoint.path.is_dir() else {}
+    errors = None
+    if probe:
+        progress("measuring outputs")
+        errors, said = measured(checkpoint, made, to)
+        notes += said
+    others = {CONFIG: OLD_CONFIG} if (checkpoint.folder / CONFIG).is_file() and checkpoint.path.is_dir() else {}
     if others:
-        notes.append(f"{_CONFIG} describes the old names: it becomes {_OLD_CONFIG}")
+        notes.append(f"{CONFIG} describes the old names: it becomes {OLD_CONFIG}")
     if out is not None:
         notes += write_checkpoint(checkpoint, out, outputs, metadata=tags, renamed=others, progress=progress)
         notes.append(f"written to {out}")
-    return Receipt(conversion="names", model=f"{source}, {names} to {to}", changed=changed, notes=tuple(notes))
+    return Receipt(
+        conversion="names", model=f"{source}, {names} to {to}", changed=changed, errors=errors, notes=tuple(notes)
+    )
 
 
 def _change(renamed: Renamed) -> Change:

@@ -112,6 +112,7 @@ def write_checkpoint(
     *,
     metadata: Mapping[str, Mapping[str, str]] | None = None,
     renamed: Mapping[str, str] | None = None,
+    written: Mapping[str, bytes] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[str, ...]:
     """Write tensors, and copy the folder's other files, to a new folder that appears whole or not at all.
@@ -122,6 +123,7 @@ def write_checkpoint(
         outputs: every tensor of the new checkpoint.
         metadata: file name to what its header's metadata is to gain.
         renamed: other files that are to have another name in the new folder.
+        written: other files by name with their whole content, new or instead of the source's.
         progress: called with a word on what is being done.
 
     Returns:
@@ -138,7 +140,10 @@ def write_checkpoint(
     needed = sum(o.nbytes for o in outputs) + sum(p.stat().st_size for p in others.values())
     with _new_folder(out, needed) as folder:
         for name, path in others.items():
-            _copy(path, folder / (renamed or {}).get(name, name))
+            if name not in (written or {}):
+                _copy(path, folder / (renamed or {}).get(name, name))
+        for name, content in (written or {}).items():
+            _write_whole(folder / name, content)
         by_file: dict[str, list[Output]] = {name: [] for name in source.files}
         for output in outputs:
             by_file[output.file].append(output)

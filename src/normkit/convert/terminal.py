@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,16 +18,22 @@ def show(receipt: Receipt, console: Console | None = None) -> None:
     console = console or Console()
     changed, refused = len(receipt.changed), len(receipt.refused)
     headline = Text(f"{receipt.conversion}: ", style="bold")
-    headline.append(f"{receipt.model}, {changed} changed, {refused} left as they are", style="not bold")
+    headline.append(f"{printable(receipt.model)}, {changed} changed, {refused} left as they are", style="not bold")
     console.print(headline)
     if receipt.changed:
         console.print(_changes(receipt.changed))
     for label, names in _grouped((f"{collapse(name)}: {reason}", name) for name, reason in receipt.refused).items():
-        console.print(Text(f"left: {label}" + (f" ({len(names)} of them)" if len(names) > 1 else ""), style="yellow"))
+        count = f" ({len(names)} of them)" if len(names) > 1 else ""
+        console.print(Text(f"left: {printable(label)}{count}", style="yellow"))
     for line in _whole(receipt):
         console.print(Text(line))
     for note in receipt.notes:
-        console.print(Text(f"note: {note}", style="dim"))
+        console.print(Text(f"note: {printable(note)}", style="dim"))
+
+
+def printable(text: str) -> str:
+    """Text in which what would move the cursor, or recolour the terminal, stands escaped: names come from files."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _changes(changes: Sequence[Change]) -> Table:
@@ -35,21 +41,30 @@ def _changes(changes: Sequence[Change]) -> Table:
     table.add_column("name", overflow="fold")
     table.add_column("#", justify="right")
     table.add_column("what", overflow="fold")
-    for column in ("outputs off by", "gradients", "speed", "with backward"):
-        table.add_column(column)
-    for members in _grouped(((collapse(c.name), c.what), c) for c in changes).values():
+    groups = list(_grouped(((collapse(c.name), c.what), c) for c in changes).values())
+    measured = {heading: [cell(members) for members in groups] for heading, cell in _MEASURED.items()}
+    measured = {heading: cells for heading, cells in measured.items() if set(cells) != {"-"}}
+    for heading in measured:
+        table.add_column(heading)
+    for row, members in enumerate(groups):
         first = members[0]
-        found = worst([c.errors.original for c in members if c.errors is not None])
-        table.add_row(
-            first.name if len(members) == 1 else collapse(first.name),
-            str(len(members)),
-            first.what,
-            number(found.outputs),
-            number(found.gradients),
-            _ratios([c.speed.ratio for c in members if c.speed is not None]),
-            _ratios([c.backward_speed.ratio for c in members if c.backward_speed is not None]),
-        )
+        name = first.name if len(members) == 1 else collapse(first.name)
+        cells = (Text(printable(name)), str(len(members)), Text(printable(first.what)))
+        table.add_row(*cells, *(column[row] for column in measured.values()))
     return table
+
+
+def _worst(members: Sequence[Change]) -> Difference:
+    return worst([c.errors.original for c in members if c.errors is not None])
+
+
+_MEASURED: dict[str, Callable[[Sequence[Change]], str]] = {
+    "outputs off by": lambda members: number(_worst(members).outputs),
+    "gradients": lambda members: number(_worst(members).gradients),
+    "speed": lambda members: _ratios([c.speed.ratio for c in members if c.speed is not None]),
+    "with backward": lambda members: _ratios([c.backward_speed.ratio for c in members if c.backward_speed is not None]),
+}
+"""Columns of what may be measured for each change; one that is empty throughout is not shown."""
 
 
 def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:

@@ -60,7 +60,7 @@ def _module_norms(
         done.add(call.name)
         progress(f"identifying {call.name}")
         args, kwargs = example_of(call)
-        calls = [c for c in by_name[call.name] if c.outputs]
+        calls = [c for c in by_name[call.name] if c.outputs and c.nodes]  # without any, it hands its input on
         if any(packet(trace.nodes[n]) in WEIGHT_NORM for n in call.nodes):
             identification = WEIGHT_NORMALIZATION
         else:

@@ -100,6 +100,8 @@ def restored() -> Generator[None]:
 def undisturbed() -> Generator[None]:
     """For probing: plain eager float32 on the CPU, on one thread; see `restored` for what is put back."""
     with restored(), ExitStack() as stack:
+        if torch.get_default_dtype() != torch.float32:
+            torch.set_default_dtype(torch.float32)
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # probes are small: waking threads costs more than it saves
         stack.enter_context(warnings.catch_warnings())

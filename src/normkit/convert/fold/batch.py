@@ -89,7 +89,7 @@ def fold_batch_norm(model: nn.Module, *example_args: Any, **example_kwargs: Any)
     scene = Scene(widened_copy(model), example)
     for norm in scene.norms:
         spec = norm.identification.spec
-        if spec is None or not (spec.frozen or spec.running is not None):
+        if spec is None or not (spec.frozen or spec.running is not None or spec.axes == "batch"):
             continue
         try:
             steps.append(_step(scene, norm, spec))
@@ -99,10 +99,14 @@ def fold_batch_norm(model: nn.Module, *example_args: Any, **example_kwargs: Any)
 
 
 def _step(scene: Scene, norm: Occurrence, spec: NormSpec) -> Step:
+    if spec.running is None and not spec.frozen:
+        raise Unfoldable("it keeps no running statistics: it divides by the batch's own")
     if not stored(norm):
         raise Unfoldable("it divides by the batch's own statistics here: call eval() first")
-    if norm.module is None or not norm.name:
+    if norm.module is None:
         raise Unfoldable("it is written inline: there is no module to take away")
+    if not norm.name:
+        raise Unfoldable("it is the model itself: wrap it in a module to convert it")
     if spec.gate is not None:
         raise Unfoldable("it is gated")
     names = {role: scene.parameter(norm, role) for role in ("weight", "bias", "running_mean", "running_var")}

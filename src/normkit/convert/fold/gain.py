@@ -44,6 +44,7 @@ def fold(
     *example_args: Any,
     untie: bool = False,
     only: Collection[str] | None = None,
+    new_biases: bool = True,
     **example_kwargs: Any,
 ) -> FoldReceipt:
     r"""Fold each norm's gain and bias into the linear maps that follow, where that is exact::
@@ -59,6 +60,8 @@ def fold(
         example_args, example_kwargs: what to call it with.
         untie: whether a head that shares its weight with the embedding gets a copy of its own first.
         only: names of norms to fold; all by default.
+        new_biases: whether a map without a bias gets one where the norm has one. If not, such a norm keeps its bias,
+            divided by its gain, which must have no zeros then: ``W (x̂ * g + b) = (W diag(g)) (x̂ + b / g)``.
 
     Returns:
         A receipt: what was folded, what was refused and why, the measured differences. ``undo()`` restores every bit.
@@ -71,13 +74,13 @@ def fold(
     proof = Proof(model, example)
     scene = Scene(widened_copy(model), example)
     _check_only(scene, only)
-    plan = _plan(scene, only)
+    plan = _plan(scene, only, new_biases)
     first: list[Edit] = []
     notes: list[str] = []
     if untie and plan.ties:
         first = [untie_edit(tie) for tie in plan.ties]
         notes = [untie_note(tie) for tie in plan.ties]
-        plan = _plan(Scene(widened_copy(model, first), example), only)
+        plan = _plan(Scene(widened_copy(model, first), example), only, new_biases)
     if plan.biases:
         notes.append(f"new parameters, where a norm had a bias and the map had none: {', '.join(plan.biases)}")
     return carry_out("fold", model, proof, plan.steps, plan.refused, first=first, notes=notes)
@@ -97,13 +100,13 @@ def _check_only(scene: Scene, only: Collection[str] | None) -> None:
         raise ValueError(f"only names {', '.join(unknown)}; the norms are {', '.join(n.name for n in scene.norms)}")
 
 
-def _plan(scene: Scene, only: Collection[str] | None) -> _Plan:
+def _plan(scene: Scene, only: Collection[str] | None, new_biases: bool) -> _Plan:
     plan = _Plan([], [], [], {})
     for norm in scene.norms:
         if only is not None and norm.name not in only:
             continue
         try:
-            plan.steps.append(_step(scene, norm, plan))
+            plan.steps.append(_step(scene, norm, plan, new_biases))
         except Unfoldable as error:
             reason = str(error)
             words = _WORDS.get(scene.placements.get(norm.name, ""))
@@ -117,7 +120,7 @@ class _Nothing(Unfoldable):
     """There is nothing to fold."""
 
 
-def _step(scene: Scene, norm: Occurrence, plan: _Plan) -> Step:
+def _step(scene: Scene, norm: Occurrence, plan: _Plan, new_biases: bool) -> Step:
     spec = norm.identification.spec
     if spec is None:
         raise _Nothing(f"it is no norm that a NormSpec describes: {norm.identification.reason}")
@@ -136,8 +139,14 @@ def _step(scene: Scene, norm: Occurrence, plan: _Plan) -> Step:
     for name in (weight, bias):
         if name is not None and len(slots := scene.slots(name)) > 1:
             raise Unfoldable(f"its parameter is shared: {', '.join(slots)} are one tensor")
-    linears = _linears(scene, norm, shifted=bool(shift.any()), plan=plan)
-    if bool(shift.any()):
+    moved = bool(shift.any())
+    linears = _linears(scene, norm, shifted=moved and new_biases, plan=plan)
+    kept = moved and not new_biases and any(linear.bias is None for linear in linears)
+    if kept and bool((gain == 0).any()):
+        raise Unfoldable("its bias has no place in the maps that follow, and its gain, having zeros, cannot divide it")
+    if moved and not kept:
+        if not new_biases:
+            _linears(scene, norm, shifted=True, plan=plan)  # a shift must pass what lies between as well
         for linear in linears:
             _check_shift(scene, linear, linears, norm.name, plan)
 
@@ -146,17 +155,17 @@ def _step(scene: Scene, norm: Occurrence, plan: _Plan) -> Step:
         for linear in linears:
             matrix = editor.tensor(linear.weight).double()
             wide = gain.expand(_features(linear, matrix)) if gain.numel() == 1 else gain.reshape(-1)
-            if bool(shift.any()):
+            if moved and not kept:
                 add_to_bias(editor, linear, respond(matrix, shift.reshape(-1), linear))
             editor.write(linear.weight, scale_in(matrix, wide, linear))
         if weight is not None:
             editor.write(weight, torch.full_like(editor.tensor(weight), 1 - spec.weight_offset))
         if bias is not None:
-            editor.write(bias, torch.zeros_like(editor.tensor(bias)))
+            editor.write(bias, shift / gain if kept else torch.zeros_like(editor.tensor(bias)))
 
     into = ", ".join(short(linear) for linear in linears)
-    parts = [p for p, there in (("gain", weight is not None), ("bias", bias is not None)) if there]
-    return Step(norm.name, f"{' and '.join(parts)} into {into}", edit)
+    parts = [p for p, there in (("gain", weight is not None), ("bias", bias is not None and not kept)) if there]
+    return Step(norm.name, f"{' and '.join(parts)} into {into}{'; its bias stays, by its gain' if kept else ''}", edit)
 
 
 def _features(linear: Linear, weight: Tensor) -> int:

@@ -84,7 +84,7 @@ class Tied(Unfoldable):
     def __init__(self, name: str, slots: Sequence[str]) -> None:
         self.slots = tuple(slots)
         others = ", ".join(s for s in slots if s != name)
-        super().__init__(f"{name} is tied to {others}; untie=True gives the linear map a copy of its own")
+        super().__init__(f"{name} is tied to {others}; untie=True (--untie) gives the linear map a copy of its own")
 
 
 def bias_slot(model: nn.Module, linear: Linear) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from normkit.convert.receipt import Change, ConversionError, Receipt, Refusal
 from normkit.convert.swap.norm import Norm, Options
 from normkit.convert.swap.plan import Plan, arguments_of, constants_of, has_operator
 from normkit.convert.swap.probe import Regimes, prove, sample_of
-from normkit.convert.swap.reclass import give_back, plan_of
+from normkit.convert.swap.reclass import plan_of
 from normkit.convert.swap.speed import time_model, time_norm
-from normkit.convert.swap.whole import compare_model, give, undo_of, wide_run
+from normkit.convert.swap.whole import settle, take_back, undo_of, wide_run
 from normkit.spec import NormSpec
 
 
@@ -96,7 +97,7 @@ def swap(
 def _check(model: object, strict: float | None, rounds: int) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if strict is not None and not strict >= 0:
+    if strict is not None and (isinstance(strict, bool) or not isinstance(strict, int | float) or not strict >= 0):
         raise ValueError(f"strict must be None or a number >= 0; got {strict!r}")
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
         raise ValueError(f"rounds must be an integer >= 0; got {rounds!r}")
@@ -143,7 +144,7 @@ def _swap(
     if norms:
         progress("running the model before")
         with _recording(norms):
-            before = proof.run(model, args, kwargs, gradients=options.gradients)
+            before = _first_run(model, args, kwargs, options)
         norms = _proven(norms, options, refused, progress)
     order = {r.name: i for i, r in enumerate(found.norms)}
     refused.sort(key=lambda r: order[r.name])
@@ -152,14 +153,15 @@ def _swap(
     notes: list[str] = []
     exact = wide_run(model, norms, args, kwargs, options, before.random, notes, progress)
     progress("running the model after")
-    give(norms)
+    wanted = norms
     try:
-        errors = compare_model(model, norms, args, kwargs, options, before, exact)
+        norms, errors = settle(model, wanted, args, kwargs, options, before, exact, refused)
+        refused.sort(key=lambda r: order[r.name])
+        if not norms:
+            return SwapReceipt(model=type(model).__name__, refused=tuple(refused), revert=lambda: None)
         speeds = time_model(model, norms, args, kwargs, options, progress)
     except BaseException:
-        for norm in norms:
-            if type(norm.module) is not norm.base:
-                give_back(norm.module)
+        take_back(wanted)
         raise
     changed = tuple(Change(name=n.record.name, what=_what(n), errors=n.errors, **n.change) for n in norms)
     return SwapReceipt(
@@ -171,6 +173,18 @@ def _swap(
         revert=undo_of(norms),
         **speeds,
     )
+
+
+def _first_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> proof.Run:
+    try:
+        return proof.run(model, args, kwargs, gradients=options.gradients)
+    except Exception as error:  # foreign code
+        said = f"{type(model).__name__} could not be run to prove a swap on: {' '.join(str(error).split())[:200]}"
+        if options.gradients:
+            with contextlib.suppress(Exception):
+                proof.run(model, args, kwargs, gradients=False)
+                said = f"{said}; it runs without gradients: gradients=False proves outputs alone"
+        raise ConversionError(said) from error
 
 
 def _what(norm: Norm) -> str:
@@ -229,6 +243,8 @@ def _unfit(module: nn.Module) -> str:
         return "a scripted module: its class cannot be changed"
     if "forward" in vars(module):
         return "its forward was replaced on the instance: remove the wrapper, swap, and wrap again"
+    if _acts_on_subclasses(type(module)):
+        return "its class does something when a subclass of it is made (a metaclass or __init_subclass__)"
     if isinstance(module, nn.SyncBatchNorm):  # what it shares with other processes, no run of one of them shows
         return "it shares its statistics between processes"
     for name, child in module.named_modules():
@@ -237,6 +253,12 @@ def _unfit(module: nn.Module) -> str:
         if any(True for _ in tensors_of(child)) or child._forward_hooks or child._forward_pre_hooks:
             return f"it calls {name}, a module with tensors or hooks of its own"
     return ""
+
+
+def _acts_on_subclasses(base: type[nn.Module]) -> bool:
+    """Whether making a subclass runs code of the user's, a registry say, that would then hold the swapped class."""
+    makers = [type(base), next(c for c in base.__mro__ if "__init_subclass__" in vars(c))]
+    return any(maker.__module__.partition(".")[0] not in sys.stdlib_module_names for maker in makers)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from normkit.functional.evaluate import compute_row
 _PLAN = "__normkit_plan__"
 _CLASSES: dict[tuple[type[nn.Module], Plan], type[nn.Module]] = {}
 _autocast_enabled = torch.is_autocast_enabled
+_compiling = torch.compiler.is_compiling
+_traced = torch._C._is_tracing
 
 
 def plan_of(module: nn.Module) -> Plan | None:
@@ -69,6 +71,7 @@ def _forward(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
             x, gate = picked
         taken = (
             isinstance(x, Tensor)
+            and (_compiling() or not _traced())  # torch.jit.trace cannot save what autograd records of a kernel
             and (everywhere or self.training in modes)
             and (plan.half or x.dtype not in HALF)
             and (plan.autocast or not _autocast_enabled(x.device.type))

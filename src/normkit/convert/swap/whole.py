@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from normkit.audit.identify.probe import NotANorm, restored, tensors_of
 from normkit.convert import proof
-from normkit.convert.receipt import ConversionError, Difference, Errors
+from normkit.convert.receipt import ConversionError, Difference, Errors, Refusal
 from normkit.convert.swap.norm import Norm, Options
 from normkit.convert.swap.plan import HALF
 from normkit.convert.swap.reclass import give_back, swapped_class
@@ -30,6 +30,58 @@ def give(norms: Sequence[Norm]) -> None:
         for norm in done:
             give_back(norm.module)
         raise ConversionError(f"the class of {norms[len(done)].record.name} cannot be changed: {error}") from error
+
+
+def take_back(norms: Sequence[Norm]) -> None:
+    """Every norm its own class."""
+    for norm in norms:
+        if type(norm.module) is not norm.base:
+            give_back(norm.module)
+
+
+def settle(
+    model: nn.Module,
+    norms: list[Norm],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    before: proof.Run,
+    exact: proof.Run | None,
+    refused: list[Refusal],
+) -> tuple[list[Norm], Errors]:
+    """Give the norms their swapped classes and compare the model; those with which alone it raises are left.
+
+    (A kernel keeps its input for the backward where some norms keep a copy in float32: a model that writes into that
+    input afterwards can then not be differentiated.)
+    """
+    give(norms)
+    try:
+        return norms, compare_model(model, norms, args, kwargs, options, before, exact)
+    except ConversionError:
+        raise
+    except Exception as error:  # foreign code around a swapped norm
+        failure = error
+    take_back(norms)
+    kept = []
+    for norm in norms:
+        give([norm])
+        try:
+            proof.run(model, args, kwargs, gradients=options.gradients)
+            kept.append(norm)
+        except Exception as error:
+            refused.append(Refusal(norm.record.name, f"with it swapped the model raises: {_line(error)}"))
+        finally:
+            take_back([norm])
+    if len(kept) == len(norms):
+        raise ConversionError(f"the swap is undone: the model raises with it: {_line(failure)}") from failure
+    give(kept)
+    return kept, compare_model(model, kept, args, kwargs, options, before, exact) if kept else Errors(
+        original=Difference()
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def compare_model(
