@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from normkit.advise import Advice, Refused, Request, Results, advise
+from normkit.advise import Advice, Choice, Refused, Request, Results, advise
 from normkit.advise.norms import least_batch
 from normkit.advise.request import Architecture, DType, Hardware, Norm, Task
 from normkit.lab.claim import Verdict
@@ -78,8 +78,8 @@ SITUATIONS: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
     ({"architecture": "cnn", "batch": 64, "streaming": True}, {"batch statistics": "eval()"}, "batch statistics",
      "batchnorm-decode"),
     ({"architecture": "rnn"}, {"norm": "LayerNorm, on a GRU"}, "norm", "recurrent-layernorm"),
-    ({"architecture": "decoder", "hardware": "cuda", "dtype": "bfloat16", "task": "finetune", "checkpoint": "llama"},
-     {"speed": "torch.compile"}, "speed", "time-against-flops"),
+    ({"architecture": "decoder", "hardware": "cuda", "dtype": "bfloat16", "task": "finetune", "checkpoint": "llama",
+      "checkpoint_placement": "pre"}, {"speed": "torch.compile"}, "speed", "time-against-flops"),
 ]  # fmt: skip
 
 
@@ -136,7 +136,11 @@ def test_the_least_batch_follows_the_measurement() -> None:
         ({"architecture": "decoder", "placement": "post", "checkpoint_placement": "pre"}, "fixes its placement"),
         ({"architecture": "decoder", "norm": "layer", "checkpoint": "llama"}, "fixes its norm"),
         ({"architecture": "cnn", "norm": "batch", "batch": 1}, "one sample"),
-        ({"architecture": "decoder", "norm": "batch", "streaming": True}, "see the future"),
+        ({"architecture": "decoder", "norm": "batch"}, "see the future"),
+        ({"architecture": "encoder_decoder", "norm": "batch"}, "see the future"),
+        ({"architecture": "decoder", "checkpoint": "llama"}, "name it"),
+        ({"architecture": "decoder", "checkpoint": "llama", "placement": "post"}, "fixes its placement"),
+        ({"architecture": "decoder", "norm": "rms", "placement": "rezero"}, "has no norm"),
         ({"architecture": "decoder", "task": "style"}, "about images"),
         ({"architecture": "vit", "task": "style"}, "feature maps"),
         ({"architecture": "decoder", "norm": "group"}, "over space"),
@@ -256,7 +260,34 @@ def test_the_code_runs(asked: dict[str, Any]) -> None:
     assert isinstance(made["optimizer"], torch.optim.Optimizer)
     held = [p for group in made["optimizer"].param_groups for p in group["params"]]
     assert len(held) == len(list(made["model"].parameters()))
-    assert {p.dtype for p in held} == {getattr(torch, found.request.dtype)}
+    assert {p.dtype for p in held} == {torch.float64 if found.request.dtype == "float64" else torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_step_of_the_code_in_half_precision_moves_every_weight_a_little(dtype: str) -> None:
+    """Weights in float16 would become NaN: AdamW's eps of 1e-8 is 0 there."""
+    made: dict[str, Any] = {}
+    found = advise(Request(architecture="decoder", width=8, depth=1, dtype=dtype), MADE_UP)  # type: ignore[arg-type]
+    exec(compile(found.code.replace("vocab=32000", "vocab=11"), "advice", "exec"), made)
+    before = [p.detach().clone() for p in made["model"].parameters()]
+    with made["autocast"]:
+        out = made["model"](torch.arange(6).view(1, 6))
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), torch.arange(1, 7))
+    assert str(out.dtype) == f"torch.{dtype}"
+    loss.backward()
+    made["optimizer"].step()
+    moved = [(p - q).abs().max().item() for p, q in zip(made["model"].parameters(), before, strict=True)]
+    assert all(0 < m < 1e-3 for m in moved)  # AdamW's first step is the rate, 3e-4, and the decay
+
+
+def test_reasons_and_alternatives_fit_the_request() -> None:
+    def said(topic: str, **asked: Any) -> Choice:
+        return advise(Request(**asked), MADE_UP)[topic]
+
+    assert "overflow" in said("precision", architecture="decoder", dtype="float16").reason
+    assert "overflow" not in said("precision", architecture="decoder", dtype="bfloat16").reason
+    assert "LayerNorm" in said("norm", architecture="encoder", norm="batch").changes_if
+    assert said("norm", architecture="cnn", batch=1).reason.startswith("1 sample is too few")
 
 
 def test_contradictions_are_seen() -> None:

@@ -66,6 +66,44 @@ def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
+UNUSABLE = {
+    "complex.npy": (lambda path: np.save(path, np.array([1 + 2j])), "holds a complex tensor"),
+    "text.npy": (lambda path: path.write_text("no array"), "is no .npy file"),
+    "objects.npy": (lambda path: np.save(path, np.array([1, None]), allow_pickle=True), "cannot read"),
+    "meta.pt": (lambda path: torch.save(torch.empty(3, device="meta"), path), "holds a meta tensor"),
+    "sparse.pt": (lambda path: torch.save(torch.eye(3).to_sparse(), path), "holds a sparse tensor"),
+    "list.pt": (lambda path: torch.save([torch.ones(3)], path), "holds no tensor"),
+    "code.pt": (lambda path: torch.save(Path.cwd, path), "is not executed"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_files_without_usable_numbers(tmp_path: Path, name: str) -> None:
+    write, message = UNUSABLE[name]
+    write(tmp_path / name)
+    found = run("rms", str(tmp_path / name))
+    assert found.exit_code == 2 and message in found.stderr, found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_other_byte_orders(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([1, 2, 3], dtype=">f4"))
+    assert json.loads(run("rms", str(tmp_path / "x.npy"), "--json", "-").stdout)["steps"][0]["values"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [(["nan", "1"], "not every number is finite"), (["inf", "1"], "not every number"), (["0", "0"], "x is zero")],
+)
+def test_numbers_without_a_direction(numbers: list[str], said: str) -> None:
+    assert f"no direction: {said}" in run("rms", *numbers).stdout
+    json.loads(run("rms", *numbers, "--json", "-").stdout, parse_constant=pytest.fail)  # strict JSON has no NaN
+
+
+def test_a_constant_row_has_no_direction_left() -> None:
+    assert "no direction: x̂ is zero" in run("layer", "3", "3", "3").stdout
+
+
 def test_a_module_of_an_audited_model() -> None:
     found = run("tests.cli.explained:factory", "--module", "norm", "--digits", "6")
     assert found.exit_code == 0, found.stderr
@@ -104,6 +142,10 @@ def test_pictures(tmp_path: Path) -> None:
         (["group", "--shape", "2x5x2", "--groups", "2"], "groups=2 does not divide"),
         (["pre", "1"], "takes no numbers"),
         (["pre", "--depth", "0"], "depth must be an integer >= 1"),
+        (["pre", "--depth", "100000000"], "depth must be at most"),
+        (["rms", "--shape", "-2x4"], "--shape must be integers >= 0"),
+        (["rms", "1", "2", "--shape", "-1x2"], "--shape must be integers >= 0"),
+        (["rms", "--shape", "100000x100000"], "at most"),
         (["--module", "norm"], "needs a model before it"),
         (["nosuch_model", "--module", "norm"], "nosuch_model"),
         (["rms", "1", "--svg", "no/such/folder.svg"], "No such file"),

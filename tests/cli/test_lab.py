@@ -36,6 +36,7 @@ def test_list_shows_every_claim() -> None:
     listed = json.loads(result.stdout)
     assert [entry["id"] for entry in listed] == list(all_claims())
     assert {entry["verdict"] for entry in listed} == {None}
+    assert "E[x²] − E[x]²" in invoke("list", "variance-forms").stdout  # brackets are text, not markup
     table = invoke("list", "worked-example", "projection").stdout
     assert "worked-example" in table and "projection" in table and "rms-identity" not in table
 

@@ -47,6 +47,23 @@ class NaNGradient(MaxNorm):
     def forward(self, x):
         return super().forward(x) + (x - x).abs().sqrt()
 
+class OtherType(MaxNorm):
+    def forward(self, x):
+        return super().forward(x).double()
+
+class Constant(MaxNorm):
+    def forward(self, x):
+        return torch.ones_like(x) * self.weight
+
+class Leaves(MaxNorm):
+    def forward(self, x):
+        raise SystemExit(3)
+
+class Sleeps(MaxNorm):
+    def forward(self, x):
+        import time
+        time.sleep(1000)
+
 class NeedsTwo(MaxNorm):
     def __init__(self, features, groups):
         super().__init__(features)
@@ -95,12 +112,20 @@ def test_a_norm_in_a_file_comes_out_beside_the_built_in_ones(tmp_path: Path) -> 
     assert all(f">{name}<" in drawing for name in ("MaxNorm, pre", "layer, pre", "rms, pre", "learning rate"))
 
 
-def test_bad_norms_have_a_reason_in_their_row_and_do_not_stop_the_rest() -> None:
+def test_bad_norms_have_a_reason_in_their_row_and_do_not_stop_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normkit.lab.trial.CHECK_SECONDS", 5.0)  # one such check takes milliseconds
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(3)")
     reasons = {
         "WrongShape": "its output has shape (4, 32, 15); the input has (4, 32, 16)",
         "Raises": "RuntimeError: first line second line",
         "GivesNaN": "its output of standard normal numbers is not finite",
         "NaNGradient": "the gradient of its input is not finite",
+        "OtherType": "its output is torch.float64; the input is torch.float32",
+        "Constant": "its output has no gradient with respect to the input",
+        "Leaves": "SystemExit: 3",
+        "Sleeps": "it takes more than 5 s for a few small inputs",
         "NeedsTwo": "TypeError: NeedsTwo.__init__() missing 1 required positional argument: 'groups'",
         "no_module": "mine.py:no_module made a NoneType of 16 features; it must be a torch.nn.Module",
         "Missing": "mine.py has no Missing",
@@ -108,6 +133,8 @@ def test_bad_norms_have_a_reason_in_their_row_and_do_not_stop_the_rest() -> None
         "damped": "mine.py:damped is no norm: it must make a module from its number of features",
     }
     names = [argument for name in reasons for argument in ("--norm", f"mine.py:{name}")]
+    reasons["leaves.py:X"] = "leaves.py cannot be imported: SystemExit: 3"
+    names += ["--norm", "leaves.py:X"]
     result = invoke(*names, "--seeds", 1, "--executor", "inline", "--json", "-")
     assert result.exit_code == 1
     found = {o["norm"].removeprefix("mine.py:"): o["reason"] for o in json.loads(result.stdout)}

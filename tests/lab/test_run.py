@@ -107,6 +107,37 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize(
+    "change", [{"seed": []}, {"seed": True}, {"quick": 1}, {"cell": None}, {"result": 3}, {"error": {}}, {"new": 1}]
+)
+def test_a_line_of_other_types_is_named(tmp_path: Path, change: dict[str, object]) -> None:
+    path, claim = tmp_path / "r.jsonl", made.make(made.number, CELLS)
+    run(tasks_of([claim]), path, Inline())
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], json.dumps({**json.loads(lines[1]), **change}), ""]))
+    with pytest.raises(ResultsError, match=r"r\.jsonl:2 is not a row"):
+        read(path)
+
+
+def test_a_last_line_that_was_cut_within_a_character_and_odd_characters_are_read(tmp_path: Path) -> None:
+    path, claim = tmp_path / "r.jsonl", made.make(made.number, CELLS)
+    row = dataclasses.replace(run(tasks_of([claim]), path, Inline())[0], seed=9, error="a\u2028b \udc80 ü")
+    with appending(path) as append:
+        append(row)
+    with path.open("ab") as file:
+        file.write("ü".encode()[:1])
+    assert read(path)[-1].error == row.error
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normkit.lab.run.os.write", full)
+    with pytest.raises(ResultsError, match=r"cannot write .*r\.jsonl: No space left"):
+        run(tasks_of([made.make(made.number, CELLS)]), tmp_path / "r.jsonl", Inline())
+
+
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     with appending(path), pytest.raises(ResultsError, match="being written by another run"), appending(path):

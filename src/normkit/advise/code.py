@@ -27,9 +27,16 @@ def write_code(r: Request, chosen: NormChoice, wiring: str | None, qk_norm: str)
     else:
         lines += [f"spec = {spell(chosen.spec)}"]
         lines += _stack(r, wiring, qk_norm) if wiring is not None else _image(r, chosen)
-    if r.dtype != "float32":
-        lines += [f"model = model.to(torch.{r.dtype})"]
+    if r.dtype == "float64":
+        lines += ["model = model.to(torch.float64)"]
     lines += ["optimizer = torch.optim.AdamW(normkit.param_groups(model, weight_decay=0.1), lr=3e-4)"]
+    if r.dtype in ("bfloat16", "float16"):
+        lines += [
+            "# weights stay float32: small updates round away in half precision; the forward and the loss run in this",
+            f"autocast = torch.autocast({r.hardware!r}, dtype=torch.{r.dtype})",
+        ]
+    if r.dtype == "float16":
+        lines += [f"scaler = torch.amp.GradScaler({r.hardware!r})  # small gradients underflow in float16"]
     return "\n".join(lines) + "\n"
 
 

@@ -42,7 +42,7 @@ class Results:
 
     @classmethod
     def from_file(cls, path: Path) -> Results:
-        """Verdicts written by ``normkit lab report --verdicts``.
+        """Verdicts that ``normkit lab report`` wrote as verdicts.json.
 
         Raises:
             ValueError: no file of that form.

@@ -53,7 +53,7 @@ def _stored(r: Request, stored: NormSpec, results: Results) -> NormChoice:
         return NormChoice(
             frozen,
             "frozen",
-            f"{convention}; {r.batch} samples a device are too few to estimate new statistics, so the stored ones stay",
+            f"{convention}; {_samples(r.batch, ' a device')} too few for new statistics, so the stored ones stay",
             (*least_batch(results)[1], paper("He et al. 2017 (Mask R-CNN), arXiv:1703.06870", "freezes BatchNorm")),
             f"with a batch of {least_batch(results)[0]} or more on a device, statistics can be trained on",
         )
@@ -150,7 +150,7 @@ def _convolutional(r: Request, results: Results) -> NormChoice:
     return NormChoice(
         _group(r),
         "plain",
-        f"{r.batch * r.devices} samples are too few for statistics over the batch (at least {least})",
+        f"{_samples(r.batch * r.devices)} too few for statistics over the batch (at least {least})",
         (*evidence, WU_HE),
         f"from {least} samples on (batchnorm-batch-size, batchnorm-batch-1-2), BatchNorm",
     )
@@ -158,18 +158,22 @@ def _convolutional(r: Request, results: Results) -> NormChoice:
 
 def _batch(r: Request, results: Results, reason: str, evidence: tuple[Evidence, ...]) -> NormChoice:
     least, measured = least_batch(results)
-    channel_dim = 1 if r.architecture == "cnn" else -1
+    channel_dim, instead = (1, "GroupNorm") if r.architecture == "cnn" else (-1, "LayerNorm")
     spec = BATCH.replace(channel_dim=channel_dim)
     evidence = evidence or measured or (paper("Ioffe and Szegedy 2015, arXiv:1502.03167"),)
     if r.devices > 1 and r.batch < least:
         return NormChoice(
             spec,
             "sync",
-            f"{r.batch} samples a device are too few alone; the {r.batch * r.devices} of {r.devices} processes are not",
+            f"{_samples(r.batch, ' a device')} too few; the {r.batch * r.devices} of {r.devices} processes are not",
             (*evidence, paper("Peng et al. 2018 (MegDet), arXiv:1711.07240", "BatchNorm across devices")),
-            f"with {least} samples on each device, plain BatchNorm; with few in all, GroupNorm",
+            f"with {least} samples on each device, plain BatchNorm; with few in all, {instead}",
         )
-    return NormChoice(spec, "plain", reason, evidence, f"below {least} samples (batchnorm-batch-size), GroupNorm")
+    return NormChoice(spec, "plain", reason, evidence, f"below {least} samples (batchnorm-batch-size), {instead}")
+
+
+def _samples(count: int, where: str = "") -> str:
+    return f"{count} sample{'' if count == 1 else 's'}{where} {'is' if count == 1 else 'are'}"
 
 
 def _group(r: Request) -> NormSpec:

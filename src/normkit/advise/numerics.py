@@ -8,6 +8,12 @@ from normkit.advise.request import Request
 from normkit.advise.stack import Said
 
 RMS_PAPER = paper("Zhang and Sennrich 2019, arXiv:1910.07467")
+_PRECISION_REASONS = {
+    "float64": "nothing is gained by rounding in between",
+    "float32": "statistics in float32 are right at every size that occurs",
+    "bfloat16": "8 bits of mantissa are too few for a mean of many squares",
+    "float16": "squares overflow float16 from 256 on",
+}
 
 
 def choose_eps(r: Request, chosen: NormChoice, results: Results) -> Said:
@@ -45,10 +51,10 @@ def choose_precision(r: Request, chosen: NormChoice, results: Results) -> Said:
     evidence = results.cite("fp16-overflow") or (
         paper("Micikevicius et al. 2018, arXiv:1710.03740", "reductions in float32"),
     )
-    fixed = (
-        "the checkpoint's cast order is part of it" if r.stored is not None else "squares overflow float16 from 256 on"
-    )
-    return Said(value, fixed, evidence, "another dtype, or a checkpoint with its own cast order")
+    reason = _PRECISION_REASONS[r.dtype]
+    if r.stored is not None:
+        reason = "the checkpoint's cast order is part of it"
+    return Said(value, reason, evidence, "another dtype, or a checkpoint with its own cast order")
 
 
 def choose_speed(r: Request, chosen: NormChoice, results: Results) -> Said:

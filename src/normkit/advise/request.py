@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from normkit.placement import known
+from normkit.placement import known, schedule
 from normkit.spec import NAMED, NormSpec
 
 Architecture = Literal["decoder", "encoder", "encoder_decoder", "vit", "cnn", "rnn"]
@@ -123,9 +123,9 @@ _CONTRADICTIONS = [
         "take group (images) or layer (tokens), or a larger batch",
     ),
     (
-        lambda r: r.norm == "batch" and r.streaming and r.architecture == "decoder",
-        lambda r: "norm='batch' in a decoder that streams: statistics over a batch's positions see the future in "
-        "training and a single position at inference; take rms or layer",
+        lambda r: r.norm == "batch" and r.architecture in ("decoder", "encoder_decoder"),
+        lambda r: "norm='batch' in a decoder: statistics over a batch's positions see the future in training and a "
+        "single position at inference; take rms or layer",
     ),
     (
         lambda r: r.task in IMAGE_TASKS and r.architecture not in ("cnn", "vit"),
@@ -162,6 +162,15 @@ _CONTRADICTIONS = [
         f"({', '.join(NAMED)})",
     ),
     (
+        lambda r: r.checkpoint is not None and r.checkpoint_placement is None and r.is_transformer and _fits(r),
+        lambda r: f"checkpoint={r.checkpoint!r} without checkpoint_placement: an existing checkpoint fixes its "
+        "placement; name it (normkit audit shows a model's)",
+    ),
+    (
+        lambda r: r.norm is not None and r.placement is not None and r.is_transformer and not _has_norms(r),
+        lambda r: f"norm={r.norm!r} with placement={r.placement!r}, which has no norm; drop one of the two",
+    ),
+    (
         lambda r: r.checkpoint is not None and not _fits(r),
         lambda r: f"checkpoint={r.checkpoint!r} is a norm over {NAMED[r.checkpoint or ''].axes}, which architecture="
         f"{r.architecture!r} does not use",
@@ -190,6 +199,12 @@ def _fits(r: Request) -> bool:
     return (stored.axes == "features" and stored.channel_dim == -1) if r.architecture != "cnn" else (
         stored.axes != "features" or stored.channel_dim == 1
     )  # fmt: skip
+
+
+def _has_norms(r: Request) -> bool:
+    stack = schedule(r.placement or "pre", r.depth)
+    branches = (stack.branch(layer, kind) for layer in {1, r.depth} for kind in ("attention", "ffn"))
+    return any(b.slots or b.final_norm for b in branches)
 
 
 def _divisor(channels: int) -> int | None:

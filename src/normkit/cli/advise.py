@@ -54,6 +54,8 @@ def command(
     """
     from normkit.advise import Request, Results, advise
 
+    if code and is_stdout(json):
+        raise refuse("advise", "--code and --json - both write to standard output; the JSON holds the code")
     fields = {
         "architecture": architecture, "task": task, "depth": depth, "width": width, "batch": batch,
         "devices": devices, "dtype": dtype, "hardware": hardware, "variable_length": variable_length,

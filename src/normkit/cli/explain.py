@@ -91,6 +91,8 @@ class _Options:
         self.parameters: dict[str, str | None] = {"weight": weight, "bias": bias, "gate": gate}
         self.changes = {k: v for k, v in (("eps", eps), ("groups", groups)) if v is not None}
         self.shape, self.at = _integers(shape, "x", "--shape"), _integers(at, ",", "--at")
+        if self.shape is not None and min(self.shape) < 0:
+            raise ValueError(f"--shape must be integers >= 0; got {shape}")
         self.dtype, self.key, self.digits, self.values, self.module = dtype, key, digits, values, module
 
 
@@ -208,9 +210,11 @@ def _wiring(words: list[str], depth: int) -> tuple[Any, Any]:
 
 
 def _write(report: Any, figure: Any, json: Path | None, svg: Path | None, png: Path | None) -> None:
+    from normkit.lab.claim import encode
+
     data = report(None if is_stdout(json) else tables())
     if json is not None:
-        put("explain", jsonlib.dumps(data, indent=2), json)
+        put("explain", jsonlib.dumps(encode(data), indent=2, allow_nan=False), json)
     for path, form in ((svg, "svg"), (png, "png")):
         if path is not None:
             figure().savefig(path, format=form)

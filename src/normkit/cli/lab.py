@@ -51,12 +51,13 @@ def list_claims(
         typer.echo(json.dumps([_as_dict(d) for d in decisions], indent=2, ensure_ascii=False))
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for name in ("claim", "kind", "verdict", "statement"):
         table.add_column(name, no_wrap=name != "statement")
     for d in decisions:
-        table.add_row(d.claim.id, d.claim.kind, _coloured(d.state), d.claim.statement)
+        table.add_row(d.claim.id, d.claim.kind, _coloured(d.state), Text(d.claim.statement))
     tables(160).print(table)
 
 
@@ -190,13 +191,14 @@ def _fail_line(row: Row, console: Console | None = None) -> None:
 
 def _show_verdicts(decisions: Sequence[Decision]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for name in ("claim", "verdict", "because"):
         table.add_column(name, no_wrap=name != "because")
     for d in decisions:
         because = d.reason if d.verdict is None else d.verdict.because
-        table.add_row(d.claim.id, _coloured(d.state), because)
+        table.add_row(d.claim.id, _coloured(d.state), Text(because))
     tables(160).print(table)
 
 

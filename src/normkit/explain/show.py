@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from normkit.explain.steps import Explanation, Gradient, Step
+from normkit.explain.steps import Explanation, Step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ def show(explained: Explanation, console: Console, *, digits: int = 4, most: int
     for line in geometry(explained, digits):
         console.print(f"  {line}", highlight=False)
     console.print("\ngradient", style="bold")
-    for line in gradient(explained.gradient, digits, most):
+    for line in gradient(explained, digits, most):
         console.print(f"  {line}", highlight=False)
 
 
@@ -69,17 +69,21 @@ def geometry(explained: Explanation, digits: int = 4) -> list[str]:
         lines.append(f"x̂ has length {number(g.radius, digits)}: by stored statistics there is no fixed radius")
     else:
         lines.append(f"x̂ lies on the sphere of radius {ideal}; with eps its length is {number(g.radius, digits)}")
-    lines.append(
-        "no direction: the vector is zero" if math.isnan(g.cosine) else f"cos(x, x̂) = {number(g.cosine, digits)}"
-    )
+    if not (math.isfinite(g.length) and math.isfinite(g.radius)):
+        lines.append("no direction: not every number is finite")
+    elif math.isnan(g.cosine):
+        lines.append(f"no direction: {'x' if g.length == 0 else 'x̂'} is zero")
+    else:
+        lines.append(f"cos(x, x̂) = {number(g.cosine, digits)}")
     return lines
 
 
-def gradient(found: Gradient, digits: int = 4, most: int = 8) -> list[str]:
+def gradient(explained: Explanation, digits: int = 4, most: int = 8) -> list[str]:
     """The gradient's formula and one column of its matrix."""
+    found = explained.gradient
     return [
         found.formula,
-        "a gradient of 1 on the chosen output gives the set's inputs",
+        f"a gradient of 1 on output [{', '.join(map(str, explained.at))}] gives the set's inputs",
         _some(found.dx, digits, most),
         f"sum(dx) = {number(found.along_ones, digits)}, sum(dx x̂) = {number(found.along_unit, digits)}",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ KINDS: dict[str, NormSpec] = {
     "group": specs.TORCH_GROUP.replace(groups=2),
 }
 FILES = (".npy", ".pt", ".pth", ".safetensors")
+MOST_MADE_UP = 10**6
+"""Numbers that are made up at most; every element's set is worked out."""
 
 
 class SourceError(ValueError):
@@ -59,33 +63,63 @@ def find_spec(name: str) -> NormSpec:
 
 
 def read_tensor(path: Path, key: str | None = None) -> Tensor:
-    """A tensor from a .npy, .pt or .safetensors file; nothing in it is executed.
+    """A dense tensor of real numbers from a .npy, .pt or .safetensors file; nothing in it is executed.
 
     Raises:
-        SourceError: no such file, no tensor in it, or several and no key.
+        SourceError: no such file, no such tensor in it, or several and no key.
     """
+    found = _only_tensor(_held(path), path, key)
+    traits = {
+        "sparse": found.layout != torch.strided,
+        "complex": found.is_complex(),
+        "quantized": found.is_quantized,
+        "meta": found.is_meta,
+    }
+    form = next((name for name, has in traits.items() if has), None)
+    if form is not None:
+        raise SourceError(f"{path} holds a {form} tensor; store a dense one of real numbers")
+    return found.detach()
+
+
+def _held(path: Path) -> Any:
+    """What a file holds."""
     if not path.is_file():
         raise SourceError(f"there is no file {path}")
     try:
         if path.suffix == ".npy":
             import numpy
 
-            return torch.from_numpy(numpy.load(path, allow_pickle=False))
+            with path.open("rb") as file:
+                if file.read(6) != numpy.lib.format.MAGIC_PREFIX:
+                    raise SourceError(f"{path} is no .npy file; write one with numpy.save")
+            array = numpy.load(path, allow_pickle=False)
+            return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            held: Any = load_file(path)
-        else:
-            held = torch.load(path, map_location="cpu", weights_only=True)
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except SourceError:
+        raise
     except ImportError as error:
         raise SourceError(f"{path.suffix} files need {error.name}: pip install {error.name}") from None
+    except pickle.UnpicklingError:  # torch's own message is a page, and advises to execute the file
+        raise SourceError(
+            f"cannot read {path}: it holds more than tensors, and is not executed; save the tensor alone"
+        ) from None
     except Exception as error:  # the readers raise many kinds
         raise SourceError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _only_tensor(held: Any, path: Path, key: str | None) -> Tensor:
+    """The tensor of that key, or the only one."""
     if isinstance(held, Tensor):
         return held
     tensors = {k: v for k, v in held.items() if isinstance(v, Tensor)} if isinstance(held, dict) else {}
     if key is None and len(tensors) == 1:
         return next(iter(tensors.values()))
+    if not tensors:
+        raise SourceError(f"{path} holds no tensor, nor a dictionary of tensors; it holds a {type(held).__name__}")
     if key not in tensors:
         names = ", ".join(list(tensors)[:8]) or "none"
         raise SourceError(f"{path} holds {len(tensors)} tensors; name one with --key (there are: {names})")
@@ -135,7 +169,13 @@ def shaped(x: Tensor, spec: NormSpec, shape: tuple[int, ...] | None) -> Tensor:
 
 
 def made_up(shape: tuple[int, ...]) -> Tensor:
-    """Numbers to show a norm with where none are given: normal, mean 0.5, the same every time."""
+    """Numbers to show a norm with where none are given: normal, mean 0.5, the same every time.
+
+    Raises:
+        SourceError: more than `MOST_MADE_UP`.
+    """
+    if math.prod(shape) > MOST_MADE_UP:
+        raise SourceError(f"--shape {'x'.join(map(str, shape))} is {math.prod(shape)} numbers; {MOST_MADE_UP} at most")
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUBLAYERS: tuple[Sublayer, ...] = ("attention", "ffn")
+MOST_LAYERS = 10_000
+"""Every layer is looked at."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ def branches(name: str, depth: int = 12) -> list[Branch]:
     """The different wirings within a stack of that placement, in the order of depth.
 
     Raises:
-        ValueError: an unknown placement.
+        ValueError: an unknown placement, or more than `MOST_LAYERS`.
     """
+    if depth > MOST_LAYERS:
+        raise ValueError(f"depth must be at most {MOST_LAYERS}; got {depth}")
     made = schedule(name, depth)
     found: dict[Placement, list[tuple[int, Sublayer]]] = {}
     for layer in range(1, depth + 1):

@@ -17,6 +17,8 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 Cell = dict[str, Any]
 """The settings of one measurement, without the seed; JSON-able."""
 
+_TYPES: dict[str, Any] = {"claim": str, "seed": int, "quick": bool, "cell": dict, "result": dict,
+                          "seconds": int | float, "versions": dict, "started": str, "error": str | None}  # fmt: skip
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -52,6 +54,10 @@ class Row:
         names = {f.name for f in fields(cls)}
         if not isinstance(values, dict) or not set(values) <= names or not names - {"error"} <= set(values):
             raise ValueError(f"not a result of the lab: {line[:80]!r}")
+        for name, kind in _TYPES.items():
+            value = values.get(name)
+            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+                raise ValueError(f"{name} is {value!r}")
         return cls(**values)
 
 

@@ -160,13 +160,13 @@ def _load(place: str) -> ModuleType:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise CandidateError(f"{place} cannot be imported: {one_line(error)}") from error
         return module
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CandidateError(f"{place} cannot be imported: {one_line(error)}") from error
 
 

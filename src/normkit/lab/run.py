@@ -84,7 +84,9 @@ def _measured(task: Task) -> Row:
             result = task.measure(seed=task.seed, **task.cell)
         row = task.row(result, time.perf_counter() - clock, started)
         row.to_json()  # a result that JSON cannot hold is this task's error, not the run's
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: code that is measured must not end the run
         return task.row({}, time.perf_counter() - clock, started, one_line(error))
     return row
 
@@ -133,12 +135,12 @@ def read(path: Path) -> list[Row]:
         ResultsError: a line that is no row.
     """
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        data = path.read_bytes() if path.exists() else b""
+        text = data[: data.rfind(b"\n") + 1].decode()  # what follows was cut off while it was written
     except (OSError, UnicodeDecodeError) as error:
         raise ResultsError(f"cannot read {path}: {error}") from error
     rows: dict[str, Row] = {}
-    complete, _, _ = text.rpartition("\n")  # what follows the last newline was cut off while it was written
-    for number, line in enumerate(complete.splitlines(), 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             row = Row.from_json(line)
         except ValueError as error:
@@ -165,8 +167,12 @@ def appending(path: Path) -> Generator[Callable[[Row], None]]:
         _cut_half_line(file)
 
         def append(row: Row) -> None:
-            line = (row.to_json() + "\n").encode()
-            if os.write(file, line) != len(line):
+            line = (row.to_json() + "\n").encode(errors="backslashreplace")  # JSON's own escape of half a pair
+            try:
+                written = os.write(file, line)
+            except OSError as error:
+                raise ResultsError(f"cannot write {path}: {error.strerror}") from error
+            if written != len(line):
                 raise ResultsError(f"cannot write {path}: the disk is full")
 
         yield append
@@ -182,7 +188,7 @@ def _lock(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise ResultsError(f"{path} is being written by another run; wait for it or give another --out") from error
+        raise ResultsError(f"{path} is being written by another run; wait for it or give another --results") from error
 
 
 def _cut_half_line(file: int) -> None:

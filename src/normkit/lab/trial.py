@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,6 +25,8 @@ from normkit.residual.init import initialize_branch
 KNOWS_NOTHING = math.log(VOCABULARY)
 """The loss of equal odds for every character; what diverges counts as this."""
 LENGTH = 32
+CHECK_SECONDS = 120.0
+"""A norm that has not come back from a few small inputs by then would hold up the comparison for ever."""
 
 
 @cache
@@ -70,6 +75,11 @@ def check(*, seed: int, norm: str, placement: str, dim: int) -> dict[str, Any]:
     Raises:
         CandidateError, TrialError: one line that says what is wrong.
     """
+    with _at_most(CHECK_SECONDS):
+        return _checked(norm, placement, dim)
+
+
+def _checked(norm: str, placement: str, dim: int) -> dict[str, Any]:
     wiring = find_placement(placement)
     module = find_norm(norm)(dim)
     if not isinstance(module, nn.Module):
@@ -80,16 +90,38 @@ def check(*, seed: int, norm: str, placement: str, dim: int) -> dict[str, Any]:
         raise TrialError(f"its output is a {type(y).__name__}, not a tensor")
     if y.shape != x.shape:
         raise TrialError(f"its output has shape {tuple(y.shape)}; the input has {tuple(x.shape)}")
+    if y.dtype != x.dtype:
+        raise TrialError(f"its output is {y.dtype}; the input is {x.dtype}")
     if not y.isfinite().all():
         raise TrialError("its output of standard normal numbers is not finite")
-    if not y.requires_grad:
+    if y.requires_grad:
+        y.square().sum().backward()
+    if x.grad is None:
         raise TrialError("its output has no gradient with respect to the input")
-    y.square().sum().backward()
     for name, tensor in (("input", x), *module.named_parameters()):
         if tensor.grad is not None and not tensor.grad.isfinite().all():
             raise TrialError(f"the gradient of its {name} is not finite")
     Decoder(find_norm(norm), wiring, dim, 1)(torch.zeros(1, 2, dtype=torch.long))
     return {"parameters": sum(p.numel() for p in module.parameters())}
+
+
+@contextmanager
+def _at_most(seconds: float) -> Generator[None]:
+    """Raise `TrialError` in what takes longer, where the system can interrupt this thread."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TrialError(f"it takes more than {seconds:g} s for a few small inputs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def training(
