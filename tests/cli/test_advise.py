@@ -51,6 +51,8 @@ def test_own_results_decide(tmp_path: Path) -> None:
         (["decoder", "--task", "finetune"], "name their convention"),
         (["decoder", "--results", "nosuch.json"], "cannot read nosuch.json"),
         (["decoder", "--results", "pyproject.toml"], "does not hold the lab's verdicts"),
+        (["decoder", "--json", "-", "--code"], "both write to standard output"),
+        (["decoder", "--checkpoint", "gemma"], "name it"),
         (["decoder", "--json", "no/such/folder.json"], "No such file"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from normkit.lab.claim import Cell, Row
+from normkit.lab.claim import OUTCOMES, Cell, Claim, Row
 from normkit.lab.claims import all_claims
 from normkit.lab.setups.statistics import t_interval
 
@@ -40,10 +42,11 @@ def by(setting: str, name: str, **values: Any) -> Result:
     return lambda cell: {name: float(values.get(str(cell[setting]).replace(" ", "_"), values.get("other")))}
 
 
-def padding(batch: float, masked: float = 0.0) -> Result:
+def padding(batch: float, masked: float = 0.0, little: float | None = None) -> Result:
     def result(cell: Cell) -> dict[str, Any]:
-        training = {"batch": batch, "batch with mask": masked, "layer": 0.0}[cell["norm"]]
-        evaluation = {"batch": batch, "batch with mask": 0.01, "layer": 0.0}[cell["norm"]]
+        own = batch if little is None or cell["padding"] >= 0.25 else little
+        training = {"batch": own, "batch with mask": masked, "layer": 0.0}[cell["norm"]]
+        evaluation = {"batch": own, "batch with mask": 0.01, "layer": 0.0}[cell["norm"]]
         return {"change_in_training": training, "change_in_evaluation": evaluation}
 
     return result
@@ -71,10 +74,18 @@ def train_eval(forgotten: float, stale: float, matched: float = 0.0) -> Result:
     return result
 
 
-def noise(noisy: float, drift: float = 2.0) -> Result:
-    accuracy = {"plain": 50.0, "batch": 95.0, "noisy batch": noisy}
-    moves = {"plain": 1.0, "batch": 1.0, "noisy batch": drift}
-    return lambda cell: {"accuracy": accuracy[cell["net"]], "drift": moves[cell["net"]]}
+def noise(noisy: float, drift: float = 2.0, fastest: float | None = None) -> Result:
+    def result(cell: Cell) -> dict[str, Any]:
+        own = noisy if fastest is None or cell["rate"] < 1 else fastest
+        accuracy = {"plain": 50.0, "batch": 95.0, "noisy batch": own}
+        moves = {"plain": 1.0, "batch": 1.0, "noisy batch": drift}
+        return {"accuracy": accuracy[cell["net"]], "drift": moves[cell["net"]]}
+
+    return result
+
+
+def outlier(small: float, large: float) -> Result:
+    return lambda cell: {"change": (small if cell["size"] < 10 else large) if cell["norm"] == "batch" else 0.0}
 
 
 def edge(none: float, batch: float) -> Result:
@@ -268,9 +279,11 @@ def port(as_they_are: float, mended: float) -> Result:
 
 CASES: list[tuple[str, str, Result]] = [
     ("batchnorm-padding", HOLDS, padding(0.5)),
+    ("batchnorm-padding", LIMITS, padding(0.5, little=0.04)),
     ("batchnorm-padding", NOT_SEEN, padding(0.04)),
     ("batchnorm-padding", WRONG, padding(0.5, masked=0.2)),
     ("batchnorm-outliers", HOLDS, by("norm", "change", batch=0.5, layer=0.0)),
+    ("batchnorm-outliers", LIMITS, outlier(0.05, 0.5)),
     ("batchnorm-outliers", NOT_SEEN, by("norm", "change", batch=0.05, layer=0.0)),
     ("batchnorm-outliers", WRONG, by("norm", "change", batch=0.5, layer=0.1)),
     ("batchnorm-batch-size", HOLDS, batch_size(lambda b: 15.0 if b < 16 else 8.0)),
@@ -286,6 +299,7 @@ CASES: list[tuple[str, str, Result]] = [
     ("batchnorm-train-eval", LIMITS, train_eval(30.0, 20.0, matched=8.0)),
     ("batchnorm-train-eval", NOT_SEEN, train_eval(3.0, 2.0)),
     ("santurkar-noise", HOLDS, noise(94.5)),
+    ("santurkar-noise", LIMITS, noise(94.5, fastest=80.0)),
     ("santurkar-noise", NOT_SEEN, noise(80.0)),
     ("santurkar-noise", NOT_SEEN, noise(94.5, drift=0.5)),
     ("batchnorm-lr", HOLDS, edge(0.25, 2.0)),
@@ -344,6 +358,7 @@ CASES: list[tuple[str, str, Result]] = [
     ("rezero-layerscale", NOT_SEEN, deep((0.5, 97.0), (0.4, 97.0), (0.4, 96.0))),
     ("mean-variance-hypothesis", HOLDS, variances(1.0, 1.0)),
     ("mean-variance-hypothesis", LIMITS, variances(0.7, 1.0)),
+    ("mean-variance-hypothesis", NOT_SEEN, variances(0.9, 0.9)),
     ("mean-variance-hypothesis", WRONG, variances(0.7, 0.7)),
     ("branch-dilution", HOLDS, dilution(-0.5, -0.8)),
     ("branch-dilution", LIMITS, dilution(-0.5, 0.0)),
@@ -385,10 +400,26 @@ def test_judge(name: str, expected: str, result: Result) -> None:
     assert verdict.numbers
 
 
+def possible(claim: Claim) -> set[str]:
+    """The outcomes that a judge's source names, itself or by what `setups.judging` calls them."""
+    tree = ast.walk(ast.parse(inspect.getsource(claim.judge)))
+    found: set[str] = set()
+    for node in tree:
+        if isinstance(node, ast.Constant) and node.value in OUTCOMES:
+            found.add(str(node.value))
+        elif isinstance(node, ast.Name):
+            # what `judge_equal` says of seeds that disagree is tested below
+            found |= {"NOT_SEEN": {NOT_SEEN}, "WRONG": {WRONG}, "judge_equal": {HOLDS, WRONG}}.get(node.id, set())
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "graded":
+            found |= {HOLDS, LIMITS} | ({NOT_SEEN} if len(node.args) == 1 and not node.keywords else set())
+    return found
+
+
 @pytest.mark.parametrize("name", MEASURED)
-def test_every_judge_is_tested_on_both_sides(name: str) -> None:
+def test_every_outcome_of_a_judge_has_made_up_rows(name: str) -> None:
     expected = {e for n, e, _ in CASES if n == name}
     assert expected & {HOLDS, LIMITS} and expected & {NOT_SEEN, WRONG}
+    assert expected == possible(MEASURED[name])
 
 
 NOISY: list[tuple[str, Result, dict[str, Any], float]] = [
@@ -422,10 +453,10 @@ def test_seeds_that_disagree_do_not_let_it_hold(name: str, result: Result, where
 
 
 def test_equal_quality_within_limits() -> None:
-    """The mean difference is small and the interval reaches past the bound."""
+    """The mean difference is small, or not, and the interval reaches past the bound."""
 
-    def rows(spread: float) -> list[Row]:
-        losses = {"layer": [2.5] * 5, "rms": [2.5 + spread * k for k in (-2, -1, 0, 1, 2)]}
+    def rows(spread: float, apart: float = 0.0) -> list[Row]:
+        losses = {"layer": [2.5] * 5, "rms": [2.5 + apart + spread * k for k in (-2, -1, 0, 1, 2)]}
         return [
             Row("rms-quality", s, False, {"norm": n}, {"loss": v}, 1.0, {}, "")
             for n, found in losses.items()
@@ -435,4 +466,5 @@ def test_equal_quality_within_limits() -> None:
     judge = MEASURED["rms-quality"].judge
     assert judge(rows(0.005)).outcome == HOLDS
     assert judge(rows(0.1)).outcome == LIMITS
+    assert judge(rows(0.1, apart=0.05)).outcome == judge(rows(0.1, apart=-0.05)).outcome == NOT_SEEN
     assert t_interval([0.1 * k for k in (-2, -1, 0, 1, 2)]).high > 0.03
