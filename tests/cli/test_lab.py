@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from normkit.cli import app
 from normkit.lab.claims import all_claims
+from normkit.lab.verdicts import committed
 
 
 def invoke(*arguments: object) -> Result:
@@ -35,7 +36,9 @@ def test_list_shows_every_claim() -> None:
     assert result.exit_code == 0
     listed = json.loads(result.stdout)
     assert [entry["id"] for entry in listed] == list(all_claims())
-    assert {entry["verdict"] for entry in listed} == {None}
+    assert {(entry["id"], entry["verdict"], entry["committed"]) for entry in listed} == {
+        (name, verdict.outcome, True) for name, verdict in committed().items()
+    }
     assert "E[x²] − E[x]²" in invoke("list", "variance-forms").stdout  # brackets are text, not markup
     table = invoke("list", "worked-example", "projection").stdout
     assert "worked-example" in table and "projection" in table and "rms-identity" not in table

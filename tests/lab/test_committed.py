@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from normkit.advise.evidence import COMMITTED
 from normkit.lab.claims import all_claims
 from normkit.lab.run import read
-from normkit.lab.verdicts import decide, to_json
+from normkit.lab.verdicts import COMMITTED, decide, to_json
 
 FOLDER = Path(__file__).parents[2] / "docs" / "lab"
 ROWS = read(FOLDER / "results.jsonl")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from normkit.lab.claim import Verdict
-
-COMMITTED = Path(__file__).parents[1] / "lab" / "committed.json"
-"""The verdicts of the report in docs/."""
+from normkit.lab.verdicts import committed, from_json
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Results:
     @classmethod
     def committed(cls) -> Results:
         """The verdicts of the report in docs/, as shipped with the package; none where a build has no report."""
-        return cls.from_file(COMMITTED) if COMMITTED.exists() else cls({})
+        return cls(committed())
 
     @classmethod
     def from_file(cls, path: Path) -> Results:
@@ -47,14 +44,7 @@ class Results:
         Raises:
             ValueError: no file of that form.
         """
-        try:
-            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            verdicts = {k: Verdict(v["outcome"], v["because"], v["numbers"]) for k, v in data["verdicts"].items()}
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}") from error
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} does not hold the lab's verdicts; write it with `normkit lab report`") from error
-        return cls(verdicts)
+        return cls(from_json(path))
 
     def holds(self, claim: str, *, unknown: bool) -> bool:
         """Whether a claim holds, at least within limits; ``unknown`` where there is no verdict."""

@@ -42,13 +42,17 @@ def list_claims(
 ) -> None:
     """List the claims, with the verdicts that the results file gives.
 
+    Without a results file the verdicts are those of the report that comes with normkit.
+
     Example: normkit lab list
     Example: normkit lab list measured --json
     """
     claims = _select("list", ids or ["all"])
-    decisions = _decide("list", claims, results)
+    shipped = results == RESULTS and not results.exists()
+    decisions = _committed(claims) if shipped else _decide("list", claims, results)
     if as_json:
-        typer.echo(json.dumps([_as_dict(d) for d in decisions], indent=2, ensure_ascii=False))
+        entries = [{**_as_dict(d), "committed": shipped} for d in decisions]
+        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
         return
     from rich.table import Table
     from rich.text import Text
@@ -58,7 +62,10 @@ def list_claims(
         table.add_column(name, no_wrap=name != "statement")
     for d in decisions:
         table.add_row(d.claim.id, d.claim.kind, _coloured(d.state), Text(d.claim.statement))
-    tables(160).print(table)
+    console = tables(160)
+    console.print(table)
+    if shipped:
+        console.print("The verdicts are those of the report that comes with normkit; measure: normkit lab run all")
 
 
 @app.command("run")
@@ -240,6 +247,13 @@ def _decide(command: str, claims: Sequence[Claim], results: Path) -> list[Decisi
 
     rows = _read(command, results)
     return [decide(claim, rows) for claim in claims]
+
+
+def _committed(claims: Sequence[Claim]) -> list[Decision]:
+    from normkit.lab.verdicts import Decision, committed
+
+    verdicts = committed()
+    return [Decision(claim, verdicts.get(claim.id), "not in the report", (), (), False) for claim in claims]
 
 
 def _coloured(state: str) -> Any:

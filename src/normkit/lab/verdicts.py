@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from normkit.lab.claim import Claim, Row, Verdict, encode, task_key
 from normkit.lab.run import one_line
+
+COMMITTED = Path(__file__).with_name("committed.json")
+"""The verdicts of the report in docs/, as shipped with the package."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,23 @@ def to_json(decisions: Iterable[Decision]) -> str:
         if d.verdict is not None
     }
     return json.dumps({"verdicts": encode(verdicts)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def from_json(path: Path) -> dict[str, Verdict]:
+    """The verdicts that `to_json` wrote, by claim.
+
+    Raises:
+        ValueError: no file of that form.
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {k: Verdict(v["outcome"], v["because"], v["numbers"]) for k, v in data["verdicts"].items()}
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold the lab's verdicts; write it with `normkit lab report`") from error
+
+
+def committed() -> dict[str, Verdict]:
+    """The verdicts of the report in docs/; none where a build has no report."""
+    return from_json(COMMITTED) if COMMITTED.exists() else {}

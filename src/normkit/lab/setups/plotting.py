@@ -39,6 +39,10 @@ def lines(
             axes.errorbar(at, [m for m, _ in found], [h for _, h in found], color=f"C{n}", label=shown, **style)
     if "x" in log:
         axes.set_xscale("log", base=2)
+        at = [v for v in settings(rows, x) if isinstance(v, (int, float))]
+        if len(at) <= 12:  # the settings themselves, not powers that lie between them
+            axes.set_xticks(at, [f"{v:g}" for v in at])
+            axes.minorticks_off()
     if "y" in log:
         axes.set_yscale("log")
     axes.set_xlabel(label(x))
