@@ -18,6 +18,8 @@ from normkit.spec import NormSpec
 ZOO: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "zoo.json").read_text())
 MORE: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "zoo_more.json").read_text())
 """Further architectures, labelled in the same way."""
+BROAD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "zoo_broad.json").read_text())
+"""Many more: vision, speech, several modalities, hybrids; ``labelled`` says whether the audit had been seen by then."""
 
 # `cast_order` of the labels in the vocabulary of NormSpec.
 ROUNDING = {
@@ -49,7 +51,7 @@ def build(name: str, device: str = "cpu") -> Entry:
     """Build one architecture in eval mode; norm weights get seeded noise, as a trained model's would have."""
     import transformers
 
-    data = (ZOO | MORE)[name]
+    data = (ZOO | MORE | BROAD)[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(data["model_type"], **data["config"])
     with torch.device(device):

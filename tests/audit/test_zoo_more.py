@@ -5,12 +5,37 @@ from __future__ import annotations
 import pytest
 
 from normkit.audit import audit
-from tests.zoo import MORE, build, score
+from tests.audit.scramble import scramble
+from tests.zoo import BROAD, MORE, build, score
+
+QUICK = (
+    "reformer", "xlstm", "zamba2", "dory", "mobilebert", "ctrl", "sew-d", "data2vec-audio", "fastspeech2_conformer",
+    "siglip", "sam", "kosmos-2",
+)  # fmt: skip
+"""Those of the broad set that show most in least time; the rest is slow in all."""
+
+
+def wrong(name: str, device: str = "cpu", scrambled: bool = False) -> list[str]:
+    """What of an architecture's labels the audit does not say."""
+    entry = build(name, device)
+    if scrambled:
+        scramble(entry.model)
+    return [f"{field}: {found}" for field, ok, found in score(entry, audit(entry.model, **entry.inputs)) if not ok]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", MORE)
 def test_every_labelled_field(name: str, device: str) -> None:
-    entry = build(name, device)
-    wrong = [f"{field}: {found}" for field, ok, found in score(entry, audit(entry.model, **entry.inputs)) if not ok]
-    assert wrong == []
+    assert wrong(name, device) == []
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_broad_choice(name: str) -> None:
+    assert wrong(name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scrambled", [False, True], ids=["names as they are", "every name scrambled"])
+@pytest.mark.parametrize("name", [n for n in BROAD if n not in QUICK])
+def test_the_rest_of_the_broad_set(name: str, scrambled: bool) -> None:
+    assert wrong(name, scrambled=scrambled) == []

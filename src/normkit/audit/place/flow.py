@@ -357,6 +357,9 @@ class Flow:
 
     def _ungated(self, vertex: int) -> int:
         """What a gated linear unit halves and multiplies; the vertex itself where it is none."""
+        data = self.data[vertex] if vertex >= 0 and self.names[vertex] == "glu" else None
+        if data is not None:
+            return self.root[data]
         if vertex < 0 or self.roles[vertex] is not Role.MUL:
             return vertex
         halves = set()

@@ -57,7 +57,7 @@ _CARRY = _names(
 )
 _UNARY = _names(
     "relu gelu silu tanh sigmoid hardswish hardsigmoid hardtanh leaky_relu elu selu celu mish softplus relu6"
-    " threshold prelu _prelu_kernel rrelu log_sigmoid_forward softsign square abs exp log1p"
+    " threshold prelu _prelu_kernel rrelu log_sigmoid_forward softsign square abs exp log1p glu"
 )
 _POOL = _names(
     "mean sum amax amin max_pool2d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d"

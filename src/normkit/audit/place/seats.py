@@ -180,9 +180,12 @@ class _Placer:
         inside = self._innermost(vertex)
         if inside is not None and last is not None and last.node in inside.interior:
             blocks = sum(node in inside.interior for node in streams.adds)
-            inside = inside if blocks == 1 else None  # it ends a stack that a long skip goes around
+            apart = blocks > 1 or streams.crosses(last, inside)
+            inside = None if apart else inside  # it ends a stack that a long skip goes around, or is of another stream
         if ahead.identity:
             return self._on_identity(vertex, root, last)
+        if vertex in self._linked and last is not None and root == last.node and self._is_last_post(vertex, last):
+            return "post"
         if vertex in self._linked:  # a projection shortcut reads it too, so the stream itself stays as it is
             return "pre" if last is not None or vertex in streams.descends else "embedding"
         if inside is not None:

@@ -69,7 +69,8 @@ class Streams:
                     enclosing[node].append(add)
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for node, around in enclosing.items():
-            foreign = [add for add in around if self.origin[add.node] != self.origin[node]]
+            other = [add for add in around if self.origin[add.node] != self.origin[node]]
+            foreign = [add for add in other if not self.crosses(flow.adds[node], add)]
             link = flow.adds[node].link
             if not foreign and link in flow.norms:  # a skip from the norm that a branch begins with
                 data = flow.data[link]
@@ -83,6 +84,17 @@ class Streams:
             if len(nodes) < 2 or 2 * normed < len(nodes):
                 dropped.update(nodes)
         return set(flow.adds) - dropped
+
+    def crosses(self, inner: Add, add: Add) -> bool:
+        """Whether an add inside another one's branch goes on with a stream from outside: streams that attend to others.
+
+        The block before it lies on another stream, outside the branch.
+        """
+        if self.origin[inner.node] == self.origin[add.node]:
+            return False
+        links = self.flow.chain(inner.link) if inner.link is not None else ()
+        before = next((link for link in links if link in self.flow.adds), None)
+        return before is not None and before not in add.interior and before not in add.shortcut
 
     def _has_norm(self, add: Add) -> bool:
         flow = self.flow
