@@ -50,10 +50,10 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
         )
     if len(tries) == 1:
         return tries[0]
-    *whole, last = tries if _is_part(tries[-1], tries[0]) else (*tries, tries[0])
-    best = _farthest(model, whole)
-    made = helped(model, config, best)
-    return last if made is best else made  # it comes back as it was only where the model does not run
+    alone = tries.pop() if _is_part(tries[-1], tries[0]) else None
+    best = _farthest(model, tries)
+    made = helped(model, config, best)  # comes back as it was only where the model does not run
+    return alone if made is best and alone is not None else made
 
 
 def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
