@@ -105,13 +105,37 @@ def test_as_many_tokens_as_an_image_has_pieces() -> None:
     assert runs(TwoTowers(), given)
 
 
-@pytest.mark.parametrize(("names", "device"), [(("image_grid_thw", "input_ids"), "cpu"), (("input_ids",), "meta")])
-def test_whole_numbers_keep_their_values_beside_a_grid(names: tuple[str, ...], device: str) -> None:
-    found: dict[str, Any] = placed(
-        {"pixel_values": torch.ones(2, 3), **{n: torch.ones(2, 3, dtype=torch.int64) for n in names}}, "meta"
-    )
-    assert found["pixel_values"].is_meta
-    assert {found[n].device.type for n in names} == {device}
+@pytest.mark.parametrize(("names", "device"), [(("pixel_values", "input_ids"), "cpu"), (("input_ids",), "meta")])
+def test_whole_numbers_keep_their_values_beside_an_image(names: tuple[str, ...], device: str) -> None:
+    made = {"pixel_values": torch.ones(2, 3), "input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    found: dict[str, Any] = placed({name: made[name] for name in names}, "meta")
+    assert found["input_ids"].device.type == device
+    assert "pixel_values" not in found or found["pixel_values"].is_meta
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_counts_its_image_tokens_runs_on_meta(device: str) -> None:
+    text, vision = SimpleNamespace(hidden_size=6, vocab_size=20), SimpleNamespace(image_size=16, patch_size=4)
+    config = SimpleNamespace(text_config=text, vision_config=vision, image_token_id=7)
+    model = TwoTowers().to(device)
+    assert set(guess_inputs(model, config)) == {"input_ids", "pixel_values"}
+    assert runs(model, guess_inputs(model, config))
+
+
+def test_where_an_image_cannot_be_had_the_text_is_taken_alone() -> None:
+    class Blind(TwoTowers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(text_config=SimpleNamespace(vocab_size=20), vision_config=SimpleNamespace())
+
+        def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+            if pixel_values is not None:
+                raise RuntimeError("no kernel")
+            return self.embed(input_ids)
+
+    model = Blind()
+    given = guess_inputs(model, model.config)
+    assert set(given) == {"input_ids"} and runs(model, given)
 
 
 def test_no_guess_is_said_with_what_to_give() -> None:

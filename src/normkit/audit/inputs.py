@@ -50,7 +50,10 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
         )
     if len(tries) == 1:
         return tries[0]
-    return helped(model, config, _farthest(model, tries))
+    alone = tries.pop() if _is_part(tries[-1], tries[0]) else None
+    best = _farthest(model, tries)
+    made = helped(model, config, best)  # comes back as it was only where the model does not run
+    return alone if made is best and alone is not None else made
 
 
 def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -67,6 +70,11 @@ def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str,
         tries = [{**more, lacking[0]: layout} for layout in layouts(lacking[0], config, model)]
         more = _farthest(model, tries) if len(tries) > 1 else tries[0]
     return given
+
+
+def _is_part(given: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether a set of inputs is another one without a modality."""
+    return len(given) < len(other) and given.keys() < other.keys()
 
 
 def _farthest(model: nn.Module, tries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -289,11 +297,13 @@ def materialize(value: Any, device: str | None) -> Any:
 def placed(inputs: Mapping[str, Any], device: str | None) -> dict[str, Any]:
     """Inputs on the device that the model is on.
 
-    On meta, whole numbers keep their values where a grid is among them, which says how many tokens an image has.
+    On meta, whole numbers keep their values beside an image or a sound: tokens are counted that stand for its pieces,
+    and a grid says how many there are.
     """
-    steering = device == "meta" and any(n.endswith(("_thw", "_hws", "_shapes")) for n in inputs)
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    counted = device == "meta" and any(tensor.is_floating_point() for tensor in tensors)
 
     def stays(value: Any) -> bool:
-        return steering and isinstance(value, Tensor) and not value.is_floating_point()
+        return counted and isinstance(value, Tensor) and not value.is_floating_point()
 
     return {name: value if stays(value) else materialize(value, device) for name, value in inputs.items()}
