@@ -288,7 +288,7 @@ def _shared(probe: Probe, shape: tuple[int, ...], x: Tensor) -> tuple[NormSpec, 
         options = [o for o in layouts(shape, seen) if _fits(o, shape, gains, biases)]
         layout = choose(probe, probe, shape, options)
         found = division(probe, probe, shape, layout, seen.leading_only)
-        if found.statistic == "sum":  # a length is one of features: no norm over space is without a mean
+        if layout.axes == "batch" and shape[0] == 1 and found.statistic == "sum":  # a length is one of a sample's features
             layout = next((o for o in options if o.axes == "features"), layout)
     finally:
         for slot, base in kept.items():

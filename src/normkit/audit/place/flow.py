@@ -336,8 +336,11 @@ class Flow:
                 start = self.root[self.data[start] or 0]  # a shortcut that pools before its map
             data = self.data[start] if start in self.norms else None
             for begin in (start,) if data is None else (start, self.root[data]):  # the shortcut may have its own norm
-                if self._source(begin, branch, 2, exact=True) is not None and not self._is_linear(begin, branch):
-                    return Add(index, identity, branch, begin, projected=True, link=begin)
+                if self._source(begin, branch, 2, exact=True) is None:
+                    continue
+                if self._is_linear(begin, branch):
+                    break
+                return Add(index, identity, branch, begin, projected=True, link=begin)
         return None
 
     def _is_linear(self, start: int, branch: int) -> bool:
