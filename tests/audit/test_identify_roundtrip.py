@@ -39,19 +39,19 @@ def _check(spec: NormSpec, rank: int, device: str = "cpu") -> None:
     assert (found.weight, found.bias) == ("weight" if spec.has_weight else None, "bias" if spec.has_bias else None)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_round_trip(spec: NormSpec) -> None:
     _check(spec, rank=4)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_round_trip_on_the_meta_device(spec: NormSpec) -> None:
     _check(spec, rank=4, device="meta")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_round_trip_with_one_dim_of_space(spec: NormSpec) -> None:
     _check(spec, rank=3)

@@ -161,7 +161,9 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
     complete = digest(out)
     shutil.rmtree(out)
     generator, midway = random.Random(0), 0
-    for _ in range(20):
+    for kill in range(100):
+        if kill >= 20 and midway >= 5:
+            break
         code, _ = run_until(generator.random() * writing)
         assert digest(source) == before
         left = [p for p in tmp_path.iterdir() if p.name not in ("source", "out")]
@@ -172,7 +174,7 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
             shutil.rmtree(out)
         else:
             assert code == -signal.SIGKILL
-    assert midway >= 5  # the kills did hit runs that were writing
+    assert midway >= 5  # of 20 kills or more: how many hit a run while it was writing is a matter of the machine's load
     rewrite(source, out)
     assert digest(out) == complete
     assert leftovers(tmp_path) == []

@@ -308,7 +308,10 @@ def test_lora(first: str) -> None:
         close([merged(input_ids=ids).logits], [expected(input_ids=ids).logits], 1e-5)
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp after", "fsdp before", "fsdp of the norm"])
+@pytest.mark.parametrize(
+    "case",
+    ["ddp", "fsdp after", *(pytest.param(c, marks=pytest.mark.slow) for c in ("fsdp before", "fsdp of the norm"))],
+)
 def test_distributed(case: str, tmp_path: Path) -> None:
     """Two processes, in a program of their own: a process group outlives a test."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -141,6 +141,7 @@ def test_bad_norms_have_a_reason_in_their_row_and_do_not_stop_the_rest(
     assert found == {**reasons, "layer": "", "rms": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_norm_that_kills_its_process_is_one_row() -> None:
     result = invoke("--norm", "mine.py:Dies", "--seeds", 1, "--jobs", 1)

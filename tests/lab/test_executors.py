@@ -90,6 +90,7 @@ def test_submitit_gives_what_this_process_gives(cluster: str, tmp_path: Path) ->
     assert by_cell(executor, tasks) == by_cell(Inline(), tasks)
 
 
+@pytest.mark.slow
 def test_a_dead_submitit_job_is_one_failed_row(tmp_path: Path) -> None:
     executor = executor_from("slurm+local?timeout_min=5", jobs=2, folder=tmp_path)
     found = by_cell(executor, tasks_of([made.make(made.sometimes_dies, CELLS[:3])]))
