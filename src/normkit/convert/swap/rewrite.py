@@ -202,12 +202,13 @@ class _Editor:
                 raise Unreadable(f"its forward looks at its own names ({node.id})")
         for node in nodes:
             self._edit_call(node)
+        if any(isinstance(node, ast.ExceptHandler) for node in nodes):
+            return  # where the norm raises, it would find the sum not there yet
         for node in [self.function, *nodes]:
-            if not isinstance(node, ast.Try):  # what a handler finds would be another state
-                for field in ("body", "orelse"):
-                    block = getattr(node, field, None)
-                    if isinstance(block, list):
-                        self._edit_block(block)
+            for field in ("body", "orelse", "finalbody"):
+                block = getattr(node, field, None)
+                if isinstance(block, list):
+                    self._edit_block(block)
 
     def _edit_call(self, node: ast.AST) -> None:
         """``self.norm(a + b)`` anywhere in an expression."""
