@@ -23,6 +23,9 @@ def command(
     ] = "as-is",
     train: Annotated[bool, typer.Option("--train", help="Swap in training mode.")] = False,
     slower: Annotated[bool, typer.Option("--slower", help="Swap norms that would be slower, too.")] = False,
+    fuse_residual: Annotated[
+        bool, typer.Option("--fuse-residual", help="Fuse residual sums into the swapped norms behind them, too.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the receipt as JSON; - for standard output.", show_default=False)
     ] = None,
@@ -41,14 +44,16 @@ def command(
     with messages().status("importing torch") as status:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what foreign code prints is no part of the receipt
-                receipt = _run(model, inputs or [], dtype, train, slower, status.update)
+                receipt = _run(model, inputs or [], dtype, train, slower, fuse_residual, status.update)
         except (ModelError, InputError, ConversionError) as error:
             status.stop()
             raise refuse("swap", error, 1 if isinstance(error, ConversionError) else USAGE) from None
     show_receipt("swap", receipt, json)
 
 
-def _run(model: str, inputs: list[str], dtype: str, train: bool, slower: bool, progress: Any) -> SwapReceipt:
+def _run(
+    model: str, inputs: list[str], dtype: str, train: bool, slower: bool, fuse_residual: bool, progress: Any
+) -> SwapReceipt:
     import torch
 
     from normkit.audit.inputs import parse_inputs
@@ -63,4 +68,5 @@ def _run(model: str, inputs: list[str], dtype: str, train: bool, slower: bool, p
         args, kwargs = cast(args, getattr(torch, dtype)), cast(kwargs, getattr(torch, dtype))
     if train:
         loaded.model.train()
-    return swap(loaded.model, *args, only_faster=not slower, progress=progress, **kwargs)
+    options = {"only_faster": not slower, "fuse_residual": fuse_residual, "progress": progress}
+    return swap(loaded.model, *args, **options, **kwargs)

@@ -25,10 +25,21 @@ def show(receipt: Receipt, console: Console | None = None) -> None:
     for label, names in _grouped((f"{collapse(name)}: {reason}", name) for name, reason in receipt.refused).items():
         count = f" ({len(names)} of them)" if len(names) > 1 else ""
         console.print(Text(f"left: {printable(label)}{count}", style="yellow"))
+    show_fused(receipt, console)
     for line in _whole(receipt):
         console.print(Text(line))
     for note in receipt.notes:
         console.print(Text(f"note: {printable(note)}", style="dim"))
+
+
+def show_fused(receipt: Receipt, console: Console) -> None:
+    """The blocks of a swap whose residual sums are fused, and why others are not."""
+    fused, unfused = getattr(receipt, "fused", ()), getattr(receipt, "unfused", ())
+    if fused:
+        console.print(_changes(fused))
+    for label, names in _grouped((f"{collapse(name)}: {reason}", name) for name, reason in unfused).items():
+        count = f" ({len(names)} of them)" if len(names) > 1 else ""
+        console.print(Text(f"not fused: {printable(label)}{count}", style="yellow"))
 
 
 def printable(text: str) -> str:

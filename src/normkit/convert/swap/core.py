@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,11 @@ from normkit.audit.inputs import InputError, guess_inputs
 from normkit.audit.report import describe
 from normkit.convert import proof
 from normkit.convert.receipt import Change, ConversionError, Receipt, Refusal
+from normkit.convert.swap import fuse
 from normkit.convert.swap.norm import Norm, Options
 from normkit.convert.swap.plan import Plan, arguments_of, constants_of, has_operator
 from normkit.convert.swap.probe import Regimes, prove, sample_of
-from normkit.convert.swap.reclass import plan_of
+from normkit.convert.swap.reclass import plan_of, unfit
 from normkit.convert.swap.speed import time_model, time_norm
 from normkit.convert.swap.whole import settle, take_back, undo_of, wide_run
 from normkit.spec import NormSpec
@@ -31,6 +31,10 @@ class SwapReceipt(Receipt):
     """A `Receipt` with the names that a swap has for its parts."""
 
     conversion: str = "swap"
+    fused: tuple[Change, ...] = ()
+    """The blocks whose residual sums are fused into the norms behind them, with the speed of one such pair."""
+    unfused: tuple[Refusal, ...] = ()
+    """(name, reason) of the swapped norms that are not called on a fused sum, where that was asked for."""
 
     @property
     def swapped(self) -> tuple[str, ...]:
@@ -42,6 +46,11 @@ class SwapReceipt(Receipt):
         """(name, reason) of those that do not."""
         return self.refused
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; see `Receipt.to_dict`."""
+        fused = {"fused": [c.to_dict() for c in self.fused], "unfused": [r._asdict() for r in self.unfused]}
+        return super().to_dict() | fused
+
 
 def swap(
     model: nn.Module,
@@ -49,6 +58,7 @@ def swap(
     strict: float | None = None,
     only_faster: bool = True,
     same_rounding: bool = False,
+    fuse_residual: bool = False,
     gradients: bool = True,
     float64: bool | None = None,
     rounds: int = 3,
@@ -73,6 +83,9 @@ def swap(
             gradient to record keeps its own forward there.
         same_rounding: leave norms alone, in half precision, that round at every step, or channel statistics where
             torch's kernels do: ours round once, which is nearer to float64 and has other bits.
+        fuse_residual: also give the blocks that call one of these norms on a sum, ``s = a + b; y = norm(s)``, a class
+            whose forward makes both in one call. Wherever that would show (a hook on the norm, another shape, a
+            transform), the two are made as before.
         gradients: whether to compare gradients of the whole model as well (each norm's own always are).
         float64: whether to run the whole model in float64 too, on a copy; by default if that takes up to 2 GiB.
         rounds: how often to time the whole model before and after; 0 not to.
@@ -89,7 +102,7 @@ def swap(
     _check(model, strict, rounds)
     if not example_args and not example_kwargs:
         example_kwargs = _guessed(model)
-    options = Options(strict, only_faster, same_rounding, gradients, float64, rounds)
+    options = Options(strict, only_faster, same_rounding, gradients, float64, rounds, fuse_residual)
     with torch.compiler.set_stance("force_eager"):
         return _swap(model, example_args, example_kwargs, options, progress)
 
@@ -159,7 +172,12 @@ def _swap(
         refused.sort(key=lambda r: order[r.name])
         if not norms:
             return SwapReceipt(model=type(model).__name__, refused=tuple(refused), revert=lambda: None)
-        speeds = time_model(model, norms, args, kwargs, options, progress)
+        blocks, unfused = [], ()
+        if options.fuse_residual:
+            progress("fusing residual sums")
+            blocks, unfused, after = fuse.fuse(model, norms, args, kwargs, options, before, exact)
+            errors = after or errors
+        speeds = time_model(model, [*norms, *blocks], args, kwargs, options, progress)
     except BaseException:
         take_back(wanted)
         raise
@@ -170,7 +188,9 @@ def _swap(
         refused=tuple(refused),
         errors=errors,
         notes=tuple(notes),
-        revert=undo_of(norms),
+        revert=undo_of([*norms, *blocks]),
+        fused=fuse.changes(blocks),
+        unfused=unfused,
         **speeds,
     )
 
@@ -238,13 +258,10 @@ def _planned(record: NormRecord, options: Options) -> Norm | str:
 
 
 def _unfit(module: nn.Module) -> str:
-    """What stands in the way of another class."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "a scripted module: its class cannot be changed"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance: remove the wrapper, swap, and wrap again"
-    if _acts_on_subclasses(type(module)):
-        return "its class does something when a subclass of it is made (a metaclass or __init_subclass__)"
+    """What stands in the way of a norm's swap."""
+    reason = unfit(module)
+    if reason:
+        return reason
     if isinstance(module, nn.SyncBatchNorm):  # what it shares with other processes, no run of one of them shows
         return "it shares its statistics between processes"
     for name, child in module.named_modules():
@@ -253,12 +270,6 @@ def _unfit(module: nn.Module) -> str:
         if any(True for _ in tensors_of(child)) or child._forward_hooks or child._forward_pre_hooks:
             return f"it calls {name}, a module with tensors or hooks of its own"
     return ""
-
-
-def _acts_on_subclasses(base: type[nn.Module]) -> bool:
-    """Whether making a subclass runs code of the user's, a registry say, that would then hold the swapped class."""
-    makers = [type(base), next(c for c in base.__mro__ if "__init_subclass__" in vars(c))]
-    return any(maker.__module__.partition(".")[0] not in sys.stdlib_module_names for maker in makers)
 
 
 @contextlib.contextmanager

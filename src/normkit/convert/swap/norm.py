@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -27,6 +27,22 @@ class Norm:
     """The share of half-precision outputs with other bits, where a kernel rounds once and the original more often."""
     change: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """Its name in the model."""
+        return self.record.name
+
+
+class Reclassed(Protocol):
+    """A module on its way to another class, or with it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def base(self) -> type[nn.Module]: ...
+
 
 @dataclass(frozen=True)
 class Options:
@@ -38,3 +54,4 @@ class Options:
     gradients: bool
     float64: bool | None
     rounds: int
+    fuse_residual: bool = False

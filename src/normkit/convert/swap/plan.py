@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normkit import ops
 from normkit.audit import Identification
 from normkit.functional.batch import holds_one, store
-from normkit.functional.evaluate import compute, evaluate, fused_may_run, kernels_take, needs_gradient
+from normkit.functional.evaluate import add_and_compute, compute, evaluate, fused_may_run, kernels_take, needs_gradient
 from normkit.functional.running import advance, moments
 from normkit.ops import fused
 from normkit.reference import normalize
@@ -22,6 +22,7 @@ from normkit.spec import NormSpec
 HALF = (torch.float16, torch.bfloat16)
 _EMPTY = inspect.Parameter.empty
 _SCALAR = (bool, int, float, str, type(None))
+_TORCHS = frozenset(vars(nn.Module()))  # its mode, and what registering hooks and compiling set
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,22 @@ class Plan:
             return None
         return self._train(module, x, weight, bias, mean, variance)
 
+    def add(self, module: nn.Module, a: Tensor, b: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor] | None:
+        """(the norm of ``a + b``, the sum) by one operator; None where there is none for it.
+
+        ``spec`` is the kernel's, with its output in the input's dtype.
+        """
+        weight, bias, _, _ = self.tensors(module)
+        if self.kernel.output_dtype != "input" and weight is not None and weight.dtype != a.dtype:
+            return None
+        if (weight is not None) != spec.has_weight or (bias is not None) != spec.has_bias or a.numel() == 0:
+            return None
+        if self.stateful or spec.frozen or not (a.is_contiguous() and b.is_contiguous()):
+            return None
+        if not self.literal and not self._alike(a, weight, bias):
+            return None
+        return add_and_compute(a, b, spec, self.shape(weight, a), self.shape(bias, a))
+
     def _order(self, x: Tensor, gate: Tensor | None) -> list[int] | None:
         """The dims of x from the widest stride to the narrowest, features last, where the result must lie like x.
 
@@ -236,9 +253,9 @@ class Plan:
             running_var=variance if stored else None,
         )
 
-    def records(self, module: nn.Module, x: Tensor) -> bool:
+    def records(self, module: nn.Module, *inputs: Tensor) -> bool:
         """Whether autograd would record the call."""
-        return needs_gradient(x, _read(module, self.weight), _read(module, self.bias))
+        return needs_gradient(*inputs, _read(module, self.weight), _read(module, self.bias))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plan, ({f.name: getattr(self, f.name) for f in fields(self)},)
@@ -256,8 +273,8 @@ def has_operator(spec: NormSpec, *, stored: bool) -> bool:
 
 
 def constants_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The plain values among a module's attributes, but for its mode: what its forward may read."""
-    own = ((n, v) for n, v in vars(module).items() if n != "training" and type(v) in _SCALAR)
+    """The plain values among a module's attributes, but for those of every module: what its forward may read."""
+    own = ((n, v) for n, v in vars(module).items() if n not in _TORCHS and type(v) in _SCALAR)
     return tuple(own)
 
 

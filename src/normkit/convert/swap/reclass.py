@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from normkit.convert.swap.plan import HALF, Plan
 from normkit.functional.evaluate import compute_row
 
 _PLAN = "__normkit_plan__"
+_ADD = "__normkit_add__"
+_CHANGED = "__normkit_changed__"
+"""Marks every class that a swap made, of norms and of blocks around them."""
 _CLASSES: dict[tuple[type[nn.Module], Plan], type[nn.Module]] = {}
 _autocast_enabled = torch.is_autocast_enabled
 _compiling = torch.compiler.is_compiling
@@ -29,6 +34,11 @@ _traced = torch._C._is_tracing
 def plan_of(module: nn.Module) -> Plan | None:
     """The plan of a swapped module; None for any other."""
     return vars(type(module)).get(_PLAN)
+
+
+def adder_of(module: nn.Module) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """What adds two tensors and norms the sum as a swapped module does, None where its proof does not reach."""
+    return type(module).__dict__.get(_ADD)
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
@@ -43,21 +53,42 @@ def swapped_class(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
         members = {
             _PLAN: plan,
             "forward": _forward(base.forward, plan),
-            "__reduce_ex__": _reduce(base),
+            _ADD: _adder(base, plan),
             "__setattr__": _watch(base, plan),
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
         }
-        _CLASSES[key] = type(base)(base.__name__, (base,), members)
+        _CLASSES[key] = subclass(base, members, swapped_class, plan)
     return _CLASSES[key]
+
+
+def subclass(
+    base: type[nn.Module],
+    members: dict[str, Any],
+    make: Callable[[type[nn.Module], Any], type[nn.Module]],
+    how: Any,
+    *,
+    silent: bool = False,
+) -> type[nn.Module]:
+    """A subclass that passes for its base; pickle writes ``make(base, how)`` instead of it.
+
+    ``silent`` makes it without calling ``__init_subclass__``: where that wraps a class's forward, say, ``members``
+    has the wrapper already.
+    """
+    members |= {
+        _CHANGED: True,
+        "__reduce_ex__": _reduce(base, make, how),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    made = type(base)(base.__name__, (nn.Module if silent else base,), members)
+    if silent:
+        made.__bases__ = (base,)
+    return made
 
 
 def _forward(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """The forward of a plan; the original where the proof does not reach."""
-    arguments, modes = plan.arguments, plan.modes
-    everywhere = len(set(modes)) == 2
-    whole = plan.inference and plan.gradient
+    arguments, reached = plan.arguments, _reached(plan)
     single = arguments.input == 0 and arguments.gate is None and plan.spec.gate is None
     row = _row(plan)
 
@@ -69,15 +100,7 @@ def _forward(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
             if picked is None or (picked[1] is None) != (arguments.gate is None):
                 return original(self, *args, **kwargs)
             x, gate = picked
-        taken = (
-            isinstance(x, Tensor)
-            and (_compiling() or not _traced())  # torch.jit.trace cannot save what autograd records of a kernel
-            and (everywhere or self.training in modes)
-            and (plan.half or x.dtype not in HALF)
-            and (plan.autocast or not _autocast_enabled(x.device.type))
-            and (whole or (plan.gradient if plan.records(self, x) else plan.inference))
-        )
-        if taken:
+        if isinstance(x, Tensor) and reached(self, x):
             y = None if row is None else row(self, x)
             if y is None:
                 y = plan.run(self, x, gate)
@@ -88,6 +111,38 @@ def _forward(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     forward.__doc__ = original.__doc__
     forward.__signature__ = _signature(original)  # type: ignore[attr-defined]
     return forward
+
+
+def _reached(plan: Plan) -> Callable[..., bool]:
+    """Whether the proof reaches a call of the norm on a tensor, or on the sum of two."""
+    modes = plan.modes
+    everywhere = len(set(modes)) == 2
+    whole = plan.inference and plan.gradient
+
+    def reached(self: nn.Module, x: Tensor, *others: Tensor) -> bool:
+        return (
+            (_compiling() or not _traced())  # torch.jit.trace cannot save what autograd records of a kernel
+            and (everywhere or self.training in modes)
+            and (plan.half or x.dtype not in HALF)
+            and (plan.autocast or not _autocast_enabled(x.device.type))
+            and (whole or (plan.gradient if plan.records(self, x, *others) else plan.inference))
+        )
+
+    return reached
+
+
+def _adder(
+    base: type[nn.Module], plan: Plan
+) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    if base.__call__ is not nn.Module.__call__ or plan.spec.gate is not None:
+        return None
+    reached = _reached(plan)
+    spec = replace(plan.kernel, output_dtype="input")
+
+    def add(self: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+        return plan.add(self, a, b, spec) if reached(self, a, b) else None
+
+    return add
 
 
 def _row(plan: Plan) -> Callable[[Any, Tensor], Tensor | None] | None:
@@ -125,7 +180,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _reduce(base: type[nn.Module]) -> Callable[[Any, Any], Any]:
+def _reduce(base: type[nn.Module], make: Callable[..., type[nn.Module]], how: Any) -> Callable[[Any, Any], Any]:
     """Pickle and copy as the original class would, then change the class again."""
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
@@ -134,15 +189,17 @@ def _reduce(base: type[nn.Module]) -> Callable[[Any, Any], Any]:
             return reduced
         function, args, *rest = reduced
         args = tuple(base if a is type(self) else a for a in args)
-        return (_rebuild, (base, plan_of(self), function, *args), *rest)
+        return (_rebuild, (make, base, how, function, *args), *rest)
 
     return reduce_ex
 
 
-def _rebuild(base: type[nn.Module], plan: Plan, function: Callable[..., Any], *args: Any) -> Any:
+def _rebuild(
+    make: Callable[..., type[nn.Module]], base: type[nn.Module], how: Any, function: Callable[..., Any], *args: Any
+) -> Any:
     made = copyreg.__newobj__(*args) if function is copyreg.__newobj__ else function(*args)  # type: ignore[attr-defined]
     if type(made) is base:
-        made.__class__ = swapped_class(base, plan)
+        made.__class__ = make(base, how)
     return made
 
 
@@ -163,6 +220,23 @@ def _watch(base: type[nn.Module], plan: Plan) -> Callable[[Any, str, Any], None]
     return setattr_
 
 
+def unfit(module: nn.Module, *, silent: bool = False) -> str:
+    """What stands in the way of another class, made by `subclass`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a scripted module: its class cannot be changed"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance: remove the wrapper, swap, and wrap again"
+    if type(type(module)) is not type if silent else _acts_on_subclasses(type(module)):
+        return "its class does something when a subclass of it is made (a metaclass or __init_subclass__)"
+    return ""
+
+
+def _acts_on_subclasses(base: type[nn.Module]) -> bool:
+    """Whether making a subclass runs code of the user's, a registry say, that would then hold the swapped class."""
+    makers = [type(base), next(c for c in base.__mro__ if "__init_subclass__" in vars(c))]
+    return any(maker.__module__.partition(".")[0] not in sys.stdlib_module_names for maker in makers)
+
+
 def give_back(module: nn.Module) -> None:
     """A swapped module's own class again."""
     module.__class__ = base_of(module)
@@ -175,9 +249,10 @@ def unswap(model: nn.Module) -> int:
         model: any module.
 
     Returns:
-        How many there were. Modules whose swapped class was itself replaced (``fully_shard``) stay.
+        How many there were, blocks with fused sums among them. Modules whose swapped class was itself replaced
+        (``fully_shard``) stay.
     """
-    found = [m for m in model.modules() if plan_of(m) is not None]
+    found = [m for m in model.modules() if _CHANGED in vars(type(m))]
     for module in found:
         give_back(module)
     return len(found)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from normkit.audit.identify.probe import restored
 from normkit.audit.trace.recorder import same_attributes
 from normkit.convert import proof, timing
-from normkit.convert.swap.norm import Norm, Options
+from normkit.convert.swap.norm import Norm, Options, Reclassed
 from normkit.convert.swap.probe import Sample, twin
 from normkit.convert.swap.reclass import swapped_class
 
@@ -89,7 +89,7 @@ def _full(norm: Norm, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def time_model(
     model: nn.Module,
-    norms: Sequence[Norm],
+    norms: Sequence[Reclassed],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from normkit.audit.identify.probe import NotANorm, restored, tensors_of
 from normkit.convert import proof
 from normkit.convert.receipt import ConversionError, Difference, Errors, Refusal
-from normkit.convert.swap.norm import Norm, Options
+from normkit.convert.swap.norm import Norm, Options, Reclassed
 from normkit.convert.swap.plan import HALF
 from normkit.convert.swap.reclass import give_back, swapped_class
 
@@ -196,9 +196,9 @@ def _exact_forward(norm: Norm, part: nn.Module, dtype: torch.dtype) -> Callable[
     return forward
 
 
-def undo_of(norms: Sequence[Norm]) -> Callable[[], None]:
+def undo_of(norms: Sequence[Reclassed]) -> Callable[[], None]:
     """Gives every module its class back, or none."""
-    changed = [(n.record.name, n.module, n.base, type(n.module)) for n in norms]
+    changed = [(n.name, n.module, n.base, type(n.module)) for n in norms]
 
     def undo() -> None:
         for name, module, base, swapped in changed:
