@@ -72,7 +72,8 @@ def test_without_parameters_the_output_is_the_inputs(output: str) -> None:
 @given(spec=SPECS, seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float64]), masked=st.booleans())
 @settings(max_examples=600, deadline=None)
 def test_gradients_follow_the_reference(spec: NormSpec, seed: int, dtype: torch.dtype, masked: bool) -> None:
-    spec = spec.replace(eps=max(spec.eps, 1e-3))  # a spread near zero has a gradient that no tolerance fits
+    # A spread near zero has a gradient that no tolerance fits: none is divided by less than 0.03 here.
+    spec = spec.replace(eps=max(spec.eps, 1e-3 if spec.eps_at == "variance" else 1e-3**0.5))
     given_tensors = [None if t is None else t.to(dtype) for t in arguments(spec, seed)]
     x = given_tensors[0]
     assert x is not None
