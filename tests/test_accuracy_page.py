@@ -1,21 +1,12 @@
 """docs/accuracy.md says what benchmarks/accuracy.py measures, and the claims in it hold here."""
 
-import importlib.util
 import math
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks" / "accuracy.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.pages import ROOT, script
 
 
 def test_the_page_and_its_claims():
-    rows = load().cases()
+    rows = script("benchmarks/accuracy.py").cases()
     written = (ROOT / "docs" / "accuracy.md").read_text()
     for case in rows:
         assert f"| {case.name} |" in written, "run python benchmarks/accuracy.py --write"

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "src" / "normkit"
 RANKS = {
     "spec": 0,
+    "errors": 0,
     "placement": 0,
     "checks": 1,
     "ops": 2,

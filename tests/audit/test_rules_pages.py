@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from normkit.audit.rules import RULES
+from tests.pages import script
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rules_pages", DOCS / "rules.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_pages_are_up_to_date() -> None:
-    assert script().stale() == [], "run python docs/rules.py --write"
+    assert script("docs/rules.py").stale() == [], "run python docs/rules.py --write"
 
 
 def test_a_changed_page_and_one_of_no_rule_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = script()
+    made = script("docs/rules.py")
     monkeypatch.setattr(made, "DOCS", tmp_path)
     (tmp_path / "rules").mkdir()
     for path, text in made.pages().items():

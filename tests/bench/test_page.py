@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from normkit.bench.results import read
 from normkit.bench.summary import cells, geometric_mean
+from tests.pages import script
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_page", DOCS / "bench.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_agrees_with_the_results() -> None:
-    assert script().stale() == [], "run python docs/bench.py --write"
+    assert script("docs/bench.py").stale() == [], "run python docs/bench.py --write"
 
 
 def test_the_page_holds_the_means_and_every_cell_that_is_behind() -> None:
@@ -36,7 +27,7 @@ def test_the_page_holds_the_means_and_every_cell_that_is_behind() -> None:
 
 
 def test_another_result_makes_the_page_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = script()
+    made = script("docs/bench.py")
     lines = made.RESULTS.read_text(encoding="utf-8").splitlines(keepends=True)
     row = next(k for k, text in enumerate(lines) if ",normkit," in text)
     fields = lines[row].split(",")
@@ -47,5 +38,5 @@ def test_another_result_makes_the_page_stale(tmp_path: Path, monkeypatch: pytest
 
 
 def test_only_a_whole_run_is_called_one() -> None:
-    made = script()
+    made = script("docs/bench.py")
     assert "placeholder" in made._state(899) and "placeholder" not in made._state(900)

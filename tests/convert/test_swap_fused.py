@@ -15,89 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normkit.convert import ConversionError
 from normkit.convert.receipt import deviation
-from normkit.convert.swap import SwapReceipt, swap, unswap
 from normkit.convert.swap import fuse as fuse_module
-from normkit.convert.swap.rewrite import Unreadable, rewrite
+from normkit.convert.swap import swap, unswap
+from normkit.convert.swap.rewrite import Unreadable
 from tests.convert.check import Snapshot, trained
-
-QUICK: dict[str, Any] = {"only_faster": False, "rounds": 0, "fuse_residual": True}
-IDS = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(1))
-
-
-class Block(nn.Module):
-    """Attention's place is taken by a linear layer."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.first, self.second = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
-        self.mix, self.feed = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(self.first(x))
-        return x + self.feed(self.second(x))
-
-
-def stack(block: Callable[[], nn.Module], **how: Any) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return trained(nn.Sequential(block(), block())).eval(), torch.randn(2, 7, 24, **how)
-
-
-def hugging_face(family: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config
-
-    shape = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "vocab_size": 64, "head_dim": 12}
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    configs = {
-        "llama": lambda: LlamaConfig(**shape, **special),
-        "qwen2": lambda: Qwen2Config(**shape, **special),
-        "gemma2": lambda: Gemma2Config(**shape, **special),
-        "gpt2": lambda: GPT2Config(
-            n_embd=48, n_layer=2, n_head=4, vocab_size=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **special
-        ),
-    }
-    torch.manual_seed(0)
-    return trained(AutoModelForCausalLM.from_config(configs[family]())).eval()
-
-
-def fused_calls(call: Callable[[], Any]) -> int:
-    """How many times a call reaches an operator that adds and normalizes."""
-    count = 0
-    original = fuse_module.fused
-
-    def counting(*args: Any) -> Any:
-        nonlocal count
-        both = original(*args)
-        count += both is not None
-        return both
-
-    fuse_module.fused = counting
-    try:
-        call()
-    finally:
-        fuse_module.fused = original
-    return count
-
-
-def whats(receipt: SwapReceipt) -> dict[str, str]:
-    return {c.name: c.what.removeprefix("sum fused into ") for c in receipt.fused}
-
-
-def reasons(receipt: SwapReceipt) -> dict[str, str]:
-    return dict(receipt.unfused)
-
-
-def step(model: nn.Module, **inputs: Any) -> list[Tensor]:
-    logits = model(**inputs).logits
-    seed = torch.linspace(-1, 1, logits.numel()).view(logits.shape).to(logits.dtype)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [logits.detach(), *torch.autograd.grad(logits, parameters, seed, allow_unused=True)]
-
-
-def same_bits(got: Any, expected: Any) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-
+from tests.convert.fused import (
+    IDS,
+    QUICK,
+    Block,
+    fused_calls,
+    hugging_face,
+    reasons,
+    same_bits,
+    stack,
+    step,
+    whats,
+)
 
 FAMILIES = {
     "llama": "post_attention_layernorm",
@@ -216,181 +149,17 @@ def test_compiled_once_it_is_one_operator(training: bool) -> None:
     assert len(graphs) == 1 and graphs[0].count("normkit.add_rms_norm") == 2
 
 
-class Post(nn.Module):
-    """The sum is made in the norm's call."""
+def test_bert_adds_in_the_call() -> None:
+    from transformers import BertConfig, BertModel
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(24), nn.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.mix(x) + x)
-
-
-def twice(function: Callable[..., Any]) -> Callable[..., Any]:
-    import functools
-
-    @functools.wraps(function)
-    def wrapper(self: Any, *args: Any) -> Any:
-        return function(self, *args) * 2
-
-    return wrapper
-
-
-def closed(shift: float) -> Callable[[], nn.Module]:
-    class Hard(Post):
-        """A decorator, a closure, private names, super, defaults."""
-
-        __scale = 0.5
-
-        @twice
-        def forward(self, x: Tensor, *, more: float = 0.25) -> Tensor:
-            self.__seen = x.shape
-            total = super().forward(x) + x
-            kept = total
-            return self.norm(kept) * self.__scale + shift + more
-
-    return Hard
-
-
-class OnData(Post):
-    """Another path for other numbers: each is fused, none is taken for the other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        if x.sum() > 0:
-            total = total * 2
-            total = total + x
-            kept = total
-            return self.norm(total) - kept
-        return self.norm(total)
-
-
-class Shared(Post):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(x)
-        x = x + self.norm(x)
-        return self.norm(x)
-
-
-class WrittenLater(Post):
-    """The sum is changed in place once it was normalized."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        y = self.norm(total).clone()
-        with torch.no_grad():
-            kept = total.clone()
-            total.mul_(2)
-        return y + (total - kept).detach()
-
-
-@pytest.mark.parametrize(
-    ("block", "blocks"),
-    [(Post, 2), (closed(0.75), 2), (OnData, 1), (Shared, 2)],
-    ids=["post", "hard", "data", "shared"],
-)
-def test_ways_to_write_it(block: Callable[[], nn.Module], blocks: int) -> None:
-    model, x = stack(block)
-    plain = copy.deepcopy(model)
-    swap(plain, x, only_faster=False, rounds=0)
-    receipt = swap(model, x, **QUICK)
-    assert len(receipt.fused) == blocks, receipt.unfused
-    for sign in (1, -1):
-        inputs = [(x * sign + sign).clone().requires_grad_() for _ in range(2)]
-        if sign > 0 or block is not OnData:
-            assert fused_calls(lambda i=inputs: model(i[0])) >= 1  # type: ignore[misc]
-        ys = [m(i) for m, i in zip((model, plain), inputs, strict=True)]
-        assert torch.equal(*ys)
-        grads = [
-            torch.autograd.grad(y.sum(), [i, *m.parameters()])
-            for y, i, m in zip(ys, inputs, (model, plain), strict=True)
-        ]
-        same_bits(*grads)
-
-
-class Alpha(Post):
-    def forward(self, x: Tensor) -> Tensor:
-        total = torch.add(x, self.mix(x), alpha=2)
-        return self.norm(total)
-
-
-class InPlace(Post):
-    def forward(self, x: Tensor) -> Tensor:
-        total = self.mix(x)
-        total += x
-        return self.norm(total)
-
-
-class WrittenBetween(Post):
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        total.mul_(2)
-        return self.norm(total)
-
-
-class Broadcast(Post):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.mix(x)[:, :1])
-
-
-class Own(Post):
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        return self.norm(locals()["total"]) if "y" in locals() else self.norm(total)
-
-
-class Other(Post):
-    """What is normalized is another tensor by then."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        total = x
-        return self.norm(total)
-
-
-class Two(Post):
-    """Something happens before the norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        return self.mix(x) + self.norm(total)
-
-
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (Alpha, "does not call it on a sum"),
-        (InPlace, "does not call it on a sum"),
-        (WrittenBetween, "does not call it on a sum"),
-        (Other, "does not call it on a sum"),
-        (Two, "does not call it on a sum"),
-        (Broadcast, "one shape"),
-        (Own, "locals"),
-    ],
-)
-def test_what_is_left_and_why(block: Callable[[], nn.Module], reason: str) -> None:
-    model, x = stack(block)
-    plain = copy.deepcopy(model)
-    swap(plain, x, only_faster=False, rounds=0)
-    receipt = swap(model, x, **QUICK)
-    assert len(receipt.swapped) == 2 and receipt.fused == ()
-    assert len(receipt.unfused) == 2 and all(reason in r for _, r in receipt.unfused), receipt.unfused
-    assert type(model[0]) is block and torch.equal(model(x), plain(x))
-
-
-def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import linecache
-
-    model, x = stack(Block)
-    lines = [line.replace("+ self.mix", "- self.mix") for line in linecache.getlines(__file__)]
-    monkeypatch.setattr("inspect.findsource", lambda _: (lines, 0))
-    monkeypatch.setattr(fuse_module, "_CLASSES", {})
-    from normkit.convert.swap import rewrite as rewrite_module
-
-    rewrite_module._compiled.cache_clear()
-    receipt = swap(model, x, **QUICK)
-    assert receipt.fused == () and "not what runs" in receipt.unfused[0].reason
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = trained(BertModel(BertConfig(**shape, vocab_size=64))).eval()
+    before = model(input_ids=IDS).last_hidden_state
+    receipt = swap(model, input_ids=IDS, **QUICK)
+    layer = "encoder.layer.0"
+    assert whats(receipt) == {f"{layer}.attention.output": "LayerNorm", f"{layer}.output": "LayerNorm"}
+    torch.testing.assert_close(model(input_ids=IDS).last_hidden_state, before, rtol=1e-5, atol=1e-5)
 
 
 def test_a_hook_on_the_norm_is_respected() -> None:
@@ -453,15 +222,6 @@ def test_where_the_proof_does_not_reach_the_block_does_as_before() -> None:
     torch.testing.assert_close(model(x), original(x))
 
 
-def test_a_sum_that_is_written_into_later() -> None:
-    model, x = stack(WrittenLater)
-    plain = copy.deepcopy(model)
-    receipt = swap(model, x, gradients=False, **QUICK)
-    assert len(receipt.fused) == 2
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), plain(x))
-
-
 def test_an_operator_with_other_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     original = fuse_module.fused
 
@@ -490,7 +250,8 @@ def test_slower_pairs_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
             assert {"fused", "unfused"} <= receipt.to_dict().keys()
 
 
-def test_a_failed_proof_undoes_blocks_and_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", ["normkit.convert.swap.fuse.compare_model", "normkit.convert.swap.core.time_model"])
+def test_what_fails_late_undoes_blocks_and_norms(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = stack(Block)
     classes = [type(m) for m in model.modules()]
 
@@ -498,7 +259,7 @@ def test_a_failed_proof_undoes_blocks_and_norms(monkeypatch: pytest.MonkeyPatch)
         assert type(model[0]) is not Block
         raise ConversionError("off")
 
-    monkeypatch.setattr(fuse_module, "compare_model", failing)
+    monkeypatch.setattr(late, failing)
     with pytest.raises(ConversionError, match="off"):
         swap(model, x, **QUICK)
     assert [type(m) for m in model.modules()] == classes
@@ -508,66 +269,3 @@ def test_it_is_only_done_when_asked() -> None:
     model, x = stack(Block)
     receipt = swap(model, x, only_faster=False, rounds=0)
     assert type(model[0]) is Block and receipt.fused == receipt.unfused == ()
-
-
-def test_rewrite_wants_a_function() -> None:
-    with pytest.raises(Unreadable, match="no plain function"):
-        rewrite(len, {"norm"}, lambda *_: None)
-
-
-class Maybe(Post):
-    """Something may happen between sum and norm, as cross attention does in a decoder."""
-
-    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        total = x + self.mix(x)
-        if extra is not None:
-            total = total + extra
-        kept = total
-        total = self.norm(total)
-        return total + kept
-
-
-def test_what_may_stand_between() -> None:
-    torch.manual_seed(0)
-    model, x = trained(Maybe()).eval(), torch.randn(3, 24)
-    plain = copy.deepcopy(model)
-    swap(plain, x, only_faster=False, rounds=0)
-    assert len(swap(model, x, **QUICK).fused) == 1
-    assert fused_calls(lambda: model(x)) == 1 and torch.equal(model(x), plain(x))
-    extra = torch.randn(3, 24)
-    assert fused_calls(lambda: model(x, extra)) == 0 and torch.equal(model(x, extra), plain(x, extra))
-
-
-class Handles(Post):
-    """The handler finds the sum where the norm raised."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x
-        try:
-            if x is not None:
-                total = x + self.mix(x)
-                return self.norm(total)
-        except RuntimeError:
-            pass
-        return total
-
-
-def test_a_handler_finds_the_same_state() -> None:
-    torch.manual_seed(0)
-    model, x = Handles().eval(), torch.randn(3, 24)
-    assert swap(model, x, **QUICK).fused == ()
-    model.norm.register_forward_pre_hook(lambda *_: torch._check(False, lambda: "no"))
-    assert torch.equal(model(x), x + model.mix(x))
-
-
-def test_bert_adds_in_the_call() -> None:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = trained(BertModel(BertConfig(**shape, vocab_size=64))).eval()
-    before = model(input_ids=IDS).last_hidden_state
-    receipt = swap(model, input_ids=IDS, **QUICK)
-    layer = "encoder.layer.0"
-    assert whats(receipt) == {f"{layer}.attention.output": "LayerNorm", f"{layer}.output": "LayerNorm"}
-    torch.testing.assert_close(model(input_ids=IDS).last_hidden_state, before, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -12,26 +11,20 @@ import torch
 
 from normkit import PLACEMENTS, SCHEDULES
 from normkit.placement import deepnorm_constants, fixup_gain, placement, sub_ln_gain
+from tests.pages import script
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "placements.md").read_text()
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("placements_page", DOCS / "placements.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tables_are_up_to_date():
-    assert script().page(PAGE) == PAGE, "run python docs/placements.py --write"
+    assert script("docs/placements.py").page(PAGE) == PAGE, "run python docs/placements.py --write"
     first = [line.split("`")[1] for line in PAGE.splitlines() if line.startswith("| `")]
     assert {*PLACEMENTS, *SCHEDULES} <= set(first)
 
 
 def test_a_changed_row_is_noticed(monkeypatch):
-    made = script()
+    made = script("docs/placements.py")
     monkeypatch.setitem(PLACEMENTS, "post", PLACEMENTS["sandwich"])
     assert made.page(PAGE) != PAGE
 

@@ -23,6 +23,7 @@ from normkit.audit.result import SEVERITIES, Audit, BranchRecord, NormRecord, Se
 from normkit.audit.trace import trace_past_failures
 from normkit.audit.trace.graph import TensorInfo, Trace
 from normkit.audit.trace.wrappers import class_name, unwrapped
+from normkit.errors import described
 
 ROLES = ("weight", "bias", "running_mean", "running_var")
 
@@ -125,7 +126,7 @@ def audit(
         findings=rules.check(evidence, chosen),
         parameters=sum(p.numel() for p in parameters),
         device=_device(recorded, parameters),
-        failures=tuple(f"{f.module or 'the model'} raised {_said(f.error)}" for f in recorded.failures),
+        failures=tuple(f"{f.module or 'the model'} raised {described(f.error)}" for f in recorded.failures),
         unreached=unreached,
         guesses=tuple(
             f"{g.module or 'the model'} asked for the value of a tensor, which meta tensors have not: {g.op} was "
@@ -311,8 +312,8 @@ def _refusal(model: nn.Module, recorded: Trace, args: tuple[Any, ...], kwargs: d
     given = [_described(a) for a in args] + [f"{name}={_described(v)}" for name, v in kwargs.items()]
     takes = ", ".join(inspect.signature(model.forward).parameters)
     return (
-        f"{type(model).__name__} raised {_said(recorded.error)} (in {where or 'its own forward'}); it was called with "
-        f"{', '.join(given) or 'nothing'} and takes {takes}: give inputs that fit"
+        f"{type(model).__name__} raised {described(recorded.error)} (in {where or 'its own forward'}); it was called "
+        f"with {', '.join(given) or 'nothing'} and takes {takes}: give inputs that fit"
     )
 
 
@@ -328,9 +329,3 @@ def _described(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
-
-
-def _said(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 200 else text[:197] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

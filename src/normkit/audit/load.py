@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from normkit.audit import checkpoint, gguf_file
 from normkit.audit.inputs import InputError, complete, guess_inputs, helped, materialize, placed, runs
+from normkit.errors import message
 
 SENTENCES = (
     "A norm divides by a statistic of the activations.",
@@ -186,7 +187,7 @@ def _from_file(
     """A file of weights, with a config beside it unless the file holds one itself."""
     if not path.is_file():
         raise ModelError(f"no file {path}; give a file of weights, a folder, a model type or package.module:factory")
-    if path.name.endswith((".json", ".safetensors.index.json")):
+    if path.suffix == ".json":
         return _from_folder(path.parent, device, inputs, progress, trust_remote_code)
     if path.suffix not in checkpoint.SUFFIXES:
         raise ModelError(f"{path} is no file of weights that is known ({', '.join(checkpoint.SUFFIXES)})")
@@ -215,7 +216,7 @@ def _from_tensors(
     except checkpoint.CheckpointError as error:
         raise ModelError(str(error) if name in str(error) else f"{name}: {error}") from error
     except Exception as error:
-        raise ModelError(f"cannot build {name} from its config: {_one_line(error)}") from error
+        raise ModelError(f"cannot build {name} from its config: {message(error)}") from error
     return _pretrained(None, config, inputs, trust_remote_code, name, loader=type(empty), state_dict=weights)
 
 
@@ -228,7 +229,7 @@ def _from_gguf(path: Path, device: str | None, inputs: Mapping[str, Tensor] | No
     try:
         config = library.AutoConfig.from_pretrained(path.parent, **given)
     except Exception as error:
-        raise ModelError(f"cannot read {path}: {_one_line(error)}{gguf_file.summary(path)}") from error
+        raise ModelError(f"cannot read {path}: {message(error)}{gguf_file.summary(path)}") from error
     if device == "meta":
         return from_config(str(path), config, device, inputs, progress)
     progress(f"reading {path.name}")
@@ -263,7 +264,7 @@ def _pretrained(
             raise ModelError(
                 f"the weights in {name} hold pickled code, which is not run: ask for them as safetensors"
             ) from error
-        raise ModelError(f"cannot read the weights in {name}: {_one_line(error)}; download the files again") from error
+        raise ModelError(f"cannot read the weights in {name}: {message(error)}; download the files again") from error
     loaded = _with_inputs(str(name), model, config, "cpu", inputs)
     loaded.report = report
     return loaded
@@ -283,7 +284,7 @@ def _read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is no JSON: {_one_line(error)}; write the file again") from error
+        raise ModelError(f"{path} is no JSON: {message(error)}; write the file again") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not an object; write the file again")
     remote = "auto_map" in values
@@ -298,7 +299,7 @@ def _read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return library.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ModelError(f"{path} is no valid {kind} config: {_one_line(error)}") from error
+        raise ModelError(f"{path} is no valid {kind} config: {message(error)}") from error
 
 
 def _unknown_type(kind: object) -> str:
@@ -338,7 +339,7 @@ def default_config(kind: str, **changes: Any) -> Any:
             config.num_key_value_heads = config.num_attention_heads
         return config
     except Exception as error:  # a config may check its fields in any way
-        raise ModelError(f"{kind!r} has no default config: {_one_line(error)}; give a folder with one") from error
+        raise ModelError(f"{kind!r} has no default config: {message(error)}; give a folder with one") from error
 
 
 def from_config(
@@ -391,7 +392,7 @@ def _built(
         with torch.device(device):
             model = _build(config, trust_remote_code)
     except Exception as error:
-        raise ModelError(f"cannot build {name} from its config: {_one_line(error)}") from error
+        raise ModelError(f"cannot build {name} from its config: {message(error)}") from error
     return _with_inputs(name, model, config, device, inputs)
 
 
@@ -454,7 +455,7 @@ def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] 
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ModelError(f"cannot import {module_name!r}: {_one_line(error)}") from error
+        raise ModelError(f"cannot import {module_name!r}: {message(error)}") from error
     factory = getattr(module, attribute, None)
     if factory is None:
         raise ModelError(f"{module_name!r} has no {attribute!r}")
@@ -462,7 +463,7 @@ def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] 
         with torch.device(device or "cpu"):
             made = factory if isinstance(factory, nn.Module) else factory()
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{target} raised {_one_line(error)}") from error
+        raise ModelError(f"{target} raised {message(error)}") from error
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{target} gave a {type(model).__name__}; it must give a torch.nn.Module or (module, inputs)")
@@ -477,10 +478,3 @@ def _from_factory(target: str, device: str | None, inputs: Mapping[str, Tensor] 
         return Loaded(target, model, (), {k: materialize(v, device) for k, v in given.items()})
     args = given if isinstance(given, tuple | list) else (given,)
     return Loaded(target, model, tuple(materialize(v, device) for v in args), {})
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, SystemExit):
-        text = f"SystemExit: {text}"
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -17,6 +17,7 @@ from normkit.convert.gain_proof import LIMIT, loaded_names
 from normkit.convert.name_tables import STYLES
 from normkit.convert.names import NameMap, Renamed
 from normkit.convert.receipt import Difference, Errors, deviations, worst
+from normkit.errors import message
 
 _ARCHITECTURE = ("architectures", "model_type", "transformers_version", "_name_or_path", "auto_map")
 
@@ -99,7 +100,7 @@ def _theirs(config: Any, kind: str) -> nn.Module:
         made = transformers().AutoConfig.for_model(kind, **{k: v for k, v in config.to_dict().items() if k not in left})
         return from_config(kind, made, "cpu").model.float()
     except (ModelError, TypeError, ValueError, AttributeError) as error:
-        raise Unmeasured(f"no {kind} model can be built of {CONFIG}: {' '.join(str(error).split())[:200]}") from error
+        raise Unmeasured(f"no {kind} model can be built of {CONFIG}: {message(error)}") from error
 
 
 def _fill(model: nn.Module, made: NameMap, checkpoint: Checkpoint) -> None:
@@ -163,7 +164,7 @@ def _run(
         try:
             outputs = proof.floats_in(model(**inputs))[:1]
         except Exception as error:  # foreign code, with a config that was meant for another model
-            raise Unmeasured(f"{type(model).__name__} raised: {' '.join(str(error).split())[:200]}") from error
+            raise Unmeasured(f"{type(model).__name__} raised: {message(error)}") from error
         if not outputs:
             raise Unmeasured(f"{type(model).__name__} returns no floating point tensor")
         found = torch.autograd.grad(outputs, list(starts.values()), [proof.direction(outputs[0])], allow_unused=True)

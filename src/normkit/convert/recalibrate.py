@@ -15,6 +15,7 @@ from normkit.audit.find import Occurrence, find_norms
 from normkit.audit.trace import Trace, trace
 from normkit.convert.edit import Editor
 from normkit.convert.receipt import Change, ConversionError, Difference, Errors, Receipt, Refusal, deviations
+from normkit.errors import message
 
 Method = Literal["sequential", "batches"]
 Forward = Callable[[nn.Module, Any], Any]
@@ -195,7 +196,7 @@ def _sites(model: nn.Module, batch: Any, run: Forward) -> tuple[list[_Site], lis
 
 def _raised(model: nn.Module, error: BaseException, where: str) -> ConversionError:
     return ConversionError(
-        f"{type(model).__name__} raised on {where}: {' '.join(str(error).split())}; nothing was changed. A batch "
+        f"{type(model).__name__} raised on {where}: {message(error)}; nothing was changed. A batch "
         "is the model's arguments: if it holds labels too, give forward=lambda model, batch: model(batch[0])"
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from normkit import spec as specs
+from normkit.errors import message
 from normkit.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _held(path: Path) -> Any:
             f"cannot read {path}: it holds more than tensors, and is not executed; save the tensor alone"
         ) from None
     except Exception as error:  # the readers raise many kinds
-        raise SourceError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from error
+        raise SourceError(f"cannot read {path}: {message(error)}") from error
 
 
 def _only_tensor(held: Any, path: Path, key: str | None) -> Tensor:

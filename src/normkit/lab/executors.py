@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
+from normkit.errors import described
 from normkit.lab.claim import Row
-from normkit.lab.run import Task, one_line, perform
+from normkit.lab.run import Task, perform
 
 
 class ExecutorError(ValueError):
@@ -74,7 +75,7 @@ def _pool(waiting: deque[Task], workers: int) -> Generator[Row, None, list[Task]
                     lost.append(task)
                     continue
                 except Exception as error:  # the task could not be sent, or its row not come back
-                    row = task.failed(one_line(error))
+                    row = task.failed(described(error))
                 yield row
     return lost + list(running.values())
 
@@ -107,7 +108,7 @@ class Dask:
         try:
             client = Client(self.address, timeout=10)
         except (OSError, ValueError) as error:
-            raise ExecutorError(f"no dask scheduler answers at {self.address}: {one_line(error)}") from error
+            raise ExecutorError(f"no dask scheduler answers at {self.address}: {described(error)}") from error
         with client:
             futures = {client.submit(perform, task, pure=False): task for task in tasks}
             suspects = []
@@ -119,13 +120,13 @@ class Dask:
                     suspects.append(task)
                     continue
                 except Exception as error:
-                    row = task.failed(f"it was lost ({one_line(error)})")
+                    row = task.failed(f"it was lost ({described(error)})")
                 yield row
             for task in suspects:
                 try:
                     yield client.submit(perform, task, pure=False).result()
                 except Exception as error:
-                    yield task.failed(f"its worker died ({one_line(error)})")
+                    yield task.failed(f"its worker died ({described(error)})")
 
 
 class Slurm:
@@ -153,7 +154,7 @@ class Slurm:
             with executor.batch():
                 pending = {executor.submit(perform, task): task for task in tasks}
         except Exception as error:  # no Slurm here, or it refuses a parameter
-            raise ExecutorError(f"cannot submit to {self.cluster}: {one_line(error)}") from error
+            raise ExecutorError(f"cannot submit to {self.cluster}: {described(error)}") from error
         while pending:
             done = [job for job in pending if job.done()]
             for job in done:
@@ -161,7 +162,7 @@ class Slurm:
                 try:
                     row = job.result()
                 except Exception as error:
-                    row = task.failed(f"its job failed ({one_line(error)[:300]}); logs are in {self.folder}")
+                    row = task.failed(f"its job failed ({described(error)}); logs are in {self.folder}")
                 yield row
             if not done:
                 time.sleep(0.5 if self.cluster != "slurm" else 5)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from normkit.lab.run import one_line
+from normkit.errors import described
 from normkit.nn import build
 from normkit.placement import Placement, known
 from normkit.spec import NAMED, TORCH_LAYER, TORCH_RMS, NormSpec
@@ -162,12 +162,12 @@ def _load(place: str) -> ModuleType:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise CandidateError(f"{place} cannot be imported: {one_line(error)}") from error
+            raise CandidateError(f"{place} cannot be imported: {described(error)}") from error
         return module
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise CandidateError(f"{place} cannot be imported: {one_line(error)}") from error
+        raise CandidateError(f"{place} cannot be imported: {described(error)}") from error
 
 
 def _where(thing: object) -> tuple[str, object]:

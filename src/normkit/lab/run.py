@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from normkit.errors import described
 from normkit.lab.claim import Cell, Claim, Row, task_key
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _measured(task: Task) -> Row:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: code that is measured must not end the run
-        return task.row({}, time.perf_counter() - clock, started, one_line(error))
+        return task.row({}, time.perf_counter() - clock, started, described(error, 2000))
     return row
 
 
@@ -220,12 +221,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor()
-
-
-def one_line(error: BaseException) -> str:
-    """Type and message of an exception, without line breaks."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _now() -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from normkit.errors import described
 from normkit.lab.claim import Claim, Row, Verdict, encode, task_key
-from normkit.lab.run import one_line
 
 COMMITTED = Path(__file__).with_name("committed.json")
 """The verdicts of the report in docs/, as shipped with the package."""
@@ -79,7 +79,7 @@ def _of_form(claim: Claim, rows: list[Row], *, quick: bool) -> Decision:
     try:
         verdict = claim.judge(good)
     except Exception as error:
-        return without(f"its judge raised {one_line(error)}")
+        return without(f"its judge raised {described(error)}")
     return Decision(claim, verdict, "", tuple(good), (), quick)
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from normkit.audit.numbers.sites import NormSites
 from normkit.audit.trace import trace
 from normkit.audit.trace.watch import Watch
+from normkit.errors import described
 
 Capture = dict[tuple[str, int, str], Tensor]
 """(norm, call, ``"input"`` or ``"output"``) to its value, and (``""``, 0, ``"output"``) to the model's output."""
@@ -50,8 +51,7 @@ def capture(model: nn.Module, sites: Sequence[NormSites], args: tuple[Any, ...],
     finally:
         hook.remove()
     if recorded.error is not None:
-        text = " ".join(str(recorded.error).split())[:200]
-        raise RunError(f"{type(model).__name__} raised {type(recorded.error).__name__}: {text}")
+        raise RunError(f"{type(model).__name__} raised {described(recorded.error)}")
     if outputs:
         found["", 0, "output"] = outputs[0].detach().cpu().clone()
     return found

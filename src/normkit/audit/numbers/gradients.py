@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from normkit.audit.identify.probe import restored
 from normkit.audit.result import NormRecord
+from normkit.errors import described
 
 
 class Gradients:
@@ -41,8 +42,7 @@ class Gradients:
             with restored(), _same_buffers(self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 self._run(args, kwargs)
         except Exception as error:  # foreign code: a model that cannot be differentiated still has the other numbers
-            text = " ".join(str(error).split())[:160]
-            self.note = f"no gradients: backward raised {type(error).__name__}: {text}"
+            self.note = f"no gradients: backward raised {described(error)}"
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen: list[tuple[str, Tensor]] = []

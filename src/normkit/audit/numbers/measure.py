@@ -16,6 +16,7 @@ from normkit.audit.numbers.sites import BranchSite, Sites
 from normkit.audit.result import BranchRecord, NormRecord
 from normkit.audit.trace import trace
 from normkit.audit.trace.watch import Seen, Watch
+from normkit.errors import described
 
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 """What the model is called with: one tensor, positional arguments, or keyword arguments."""
@@ -66,8 +67,7 @@ def measure(
         watch = run.watch()
         recorded = trace(model, args, kwargs, watch)
         if recorded.error is not None:
-            text = " ".join(str(recorded.error).split())[:200]
-            raise DataError(f"batch {count}: the model raised {type(recorded.error).__name__}: {text}")
+            raise DataError(f"batch {count}: the model raised {described(recorded.error)}")
         if watch.missed:
             notes.append(f"batch {count}: {len(watch.missed)} of the audited places were not reached")
         if grads is not None:

@@ -348,10 +348,10 @@ class Flow:
         todo, seen = [self._vertex(branch)], {start}
         while todo:
             vertex = todo.pop()
-            if vertex in seen or vertex < start:
+            if vertex in seen or vertex < max(start, 0):  # before the start, or a leaf
                 continue
             seen.add(vertex)
-            actives = self._actives(vertex) if vertex >= 0 else []
+            actives = self._actives(vertex)
             mixed = self.roles[vertex] is Role.MIX and len(actives) > 1
             if mixed or self.roles[vertex] not in (Role.CARRY, Role.MIX, Role.ADD):
                 return False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from normkit.audit.result import SEVERITIES, BranchRecord, Finding, NormRecord, Severity
+from normkit.audit.trace.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from normkit.audit.load import LoadReport
@@ -51,8 +52,6 @@ class Evidence:
         path = norm.parameters.get(role)
         if path is None:
             return None
-        from normkit.audit.trace.wrappers import unwrapped
-
         value: object = self.model if norm.functional or norm.module is None else norm.module
         for part in path.split("."):
             value = getattr(unwrapped(value) if isinstance(value, nn.Module) else value, part, None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normkit.bench.grid import DTYPES, EPS, HEAD, MOMENTUM, RMS_EPS, Case, Inputs, groups_of
-from normkit.bench.providers.step import Step
+from normkit.bench.providers.step import Step, activations, as_array, as_image
 
 OPSET = 21
 OWN = "com.microsoft"
@@ -63,13 +63,12 @@ def _build(case: Case, i: Inputs, cast: bool) -> Any:
     g = _Graph()
     dtype = DTYPES[case.dtype]
     element = _element_type(dtype)
-    names = [name for name in case.arguments if name in ("x", "other")]
-    given = dict(zip(names, _given(case, i), strict=True))
+    given = activations(case, i)
     inputs = [helper.make_tensor_value_info(name, element, tuple(t.shape)) for name, t in given.items()]
-    inside = {name: g.op("Cast", name, to=TensorProto.FLOAT)[0] if cast else name for name in names}
+    inside = {name: g.op("Cast", name, to=TensorProto.FLOAT)[0] if cast else name for name in given}
     results = _norm(case, i, g, inside, torch.float32 if cast else dtype)
     results = [g.op("Cast", r, to=element)[0] for r in results] if cast else results
-    shape = tuple(_seen(case, i.x).shape)
+    shape = tuple(as_array(case, i.x).shape)
     outputs = []
     for name, result in zip(("y", "sum"), results, strict=False):
         g.nodes.append(helper.make_node("Identity", [result], [name]))
@@ -128,15 +127,6 @@ def _norm(case: Case, i: Inputs, g: _Graph, inside: dict[str, str], dtype: torch
     return outputs[:1]
 
 
-def _seen(case: Case, t: Tensor) -> Tensor:
-    """A tensor as the graph has it: channels-last memory is an (N, H, W, C) array."""
-    return t.detach().permute(0, 2, 3, 1) if case.channels_last else t.detach()
-
-
-def _given(case: Case, i: Inputs) -> list[Tensor]:
-    return [_seen(case, i.packed)] + ([_seen(case, i.other)] if "other" in case.arguments else [])
-
-
 def _value(t: Tensor) -> Any:
     """An OrtValue on a tensor's own memory."""
     import onnxruntime as ort
@@ -179,18 +169,14 @@ def make(case: Case, inputs: Inputs) -> Step | None:
     session = _session(case, inputs)
     if session is None:
         return None
-    names = [name for name in case.arguments if name in ("x", "other")]
-    feeds = {name: _value(t) for name, t in zip(names, _given(case, inputs), strict=True)}
+    feeds = {name: _value(t) for name, t in activations(case, inputs).items()}
     outputs = ["y", "sum"] if case.norm == "add_rms_norm" else ["y"]
-    like = torch.empty(_seen(case, inputs.x).shape, dtype=inputs.x.dtype)
-
-    def seen(t: Tensor) -> Tensor:
-        return t.permute(0, 3, 1, 2) if case.channels_last else t
+    like = torch.empty(as_array(case, inputs.x).shape, dtype=inputs.x.dtype)
 
     if case.mode == "fresh":
         return Step(
             lambda: session.run_with_ort_values(outputs, feeds),
-            lambda values: tuple(seen(_read(v, like)) for v in values),
+            lambda values: tuple(as_image(case, _read(v, like)) for v in values),
         )
     binding = session.io_binding()
     targets = [torch.empty_like(like) for _ in outputs]
@@ -203,4 +189,4 @@ def make(case: Case, inputs: Inputs) -> Step | None:
         session.run_with_iobinding(binding)
         return targets
 
-    return Step(into, lambda found: tuple(seen(t) for t in found))
+    return Step(into, lambda found: tuple(as_image(case, t) for t in found))

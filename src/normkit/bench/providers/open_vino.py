@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normkit.bench.grid import DTYPES, EPS, HEAD, RMS_EPS, Case, Inputs, groups_of
-from normkit.bench.providers.step import Step
+from normkit.bench.providers.step import Step, activations, as_array, as_image
 
 
 @cache
@@ -37,11 +37,6 @@ def _shared(t: Tensor) -> Any:
     return openvino.Tensor(array, openvino.Shape(list(t.shape)), _type(t.dtype))
 
 
-def _seen(case: Case, t: Tensor) -> Tensor:
-    """A tensor as the graph has it: channels-last memory is an (N, H, W, C) array."""
-    return t.detach().permute(0, 2, 3, 1) if case.channels_last else t.detach()
-
-
 def _model(case: Case, i: Inputs) -> Any:
     """Half-precision values are converted to float32 around the norm, and the plugin decides what it runs in."""
     import openvino
@@ -49,8 +44,7 @@ def _model(case: Case, i: Inputs) -> Any:
 
     dtype = DTYPES[case.dtype]
     half = dtype != torch.float32
-    given = [_seen(case, i.packed)] + ([_seen(case, i.other)] if "other" in case.arguments else [])
-    parameters = [o.parameter(list(t.shape), _type(dtype)) for t in given]
+    parameters = [o.parameter(list(t.shape), _type(dtype)) for t in activations(case, i).values()]
     x, *others = [o.convert(p, "f32") if half else p for p in parameters]
 
     def constant(t: Tensor) -> Any:
@@ -120,21 +114,17 @@ def make(case: Case, inputs: Inputs) -> Step | None:
         "INFERENCE_PRECISION_HINT": "f32" if case.dtype == "float32" else _hint(case.dtype),
     }
     request = _core().compile_model(model, "CPU", config).create_infer_request()
-    given = [_seen(case, inputs.packed)] + ([_seen(case, inputs.other)] if "other" in case.arguments else [])
-    for k, t in enumerate(given):
+    for k, t in enumerate(activations(case, inputs).values()):
         request.set_input_tensor(k, _shared(t))
-    like = torch.empty(_seen(case, inputs.x).shape, dtype=inputs.x.dtype)
+    like = torch.empty(as_array(case, inputs.x).shape, dtype=inputs.x.dtype)
     count = 2 if case.norm == "add_rms_norm" else 1
-
-    def seen(t: Tensor) -> Tensor:
-        return t.permute(0, 3, 1, 2) if case.channels_last else t
 
     def read(_: Any) -> tuple[Tensor, ...]:
         found = []
         for k in range(count):
             data = request.get_output_tensor(k).data
             flat = torch.from_numpy(np.array(data).reshape(-1).view(np.uint8)).view(like.dtype)
-            found.append(seen(flat.view(like.shape)))
+            found.append(as_image(case, flat.view(like.shape)))
         return tuple(found)
 
     if case.mode == "preallocated":
@@ -146,7 +136,7 @@ def make(case: Case, inputs: Inputs) -> Step | None:
             request.infer()
             return targets
 
-        return Step(into, lambda found: tuple(seen(t) for t in found))
+        return Step(into, lambda found: tuple(as_image(case, t) for t in found))
     kind, shape = _type(like.dtype), openvino.Shape(list(like.shape))
 
     def fresh() -> None:

@@ -27,6 +27,22 @@ class Step(NamedTuple):
     """Of what a call returned, in x's shape."""
 
 
+def as_array(case: Case, t: Tensor) -> Tensor:
+    """A tensor for those who have row-major arrays only: channels-last memory is one of (N, H, W, C)."""
+    return t.detach().permute(0, 2, 3, 1) if case.channels_last and t.dim() == 4 else t.detach()
+
+
+def as_image(case: Case, t: Tensor) -> Tensor:
+    """An array of theirs in x's shape again."""
+    return t.permute(0, 3, 1, 2) if case.channels_last and t.dim() == 4 else t
+
+
+def activations(case: Case, i: Inputs) -> dict[str, Tensor]:
+    """The inputs of a graph that holds the parameters as constants: x, or what it is a slice of, and the other one."""
+    given = {"x": i.packed, "other": i.other}
+    return {name: as_array(case, t) for name, t in given.items() if name in case.arguments}
+
+
 def torch_step(case: Case, inputs: Inputs, function: Callable[..., Any]) -> Step:
     """A step of a function of tensors, by torch's autograd in training."""
     args = inputs.of(case)

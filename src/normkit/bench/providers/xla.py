@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from normkit.bench.grid import EPS, HEAD, MOMENTUM, RMS_EPS, ROW_NORMS, Case, Inputs, groups_of
-from normkit.bench.providers.step import Step
+from normkit.bench.providers.step import Step, as_array, as_image
 
 
 @cache
@@ -99,15 +99,7 @@ def _form(case: Case) -> Callable[..., tuple[Any, ...]]:
 
 def _array(case: Case, t: Tensor) -> Any:
     """A copy of a tensor that JAX owns, in its own layout."""
-    t = t.detach()
-    if case.channels_last and t.dim() == 4:
-        t = t.permute(0, 2, 3, 1)
-    return _jax().dlpack.from_dlpack(t.contiguous(), copy=True)
-
-
-def _tensor(case: Case, array: Any) -> Tensor:
-    t = torch.from_dlpack(array)
-    return t.permute(0, 3, 1, 2) if case.channels_last and t.dim() == 4 else t
+    return _jax().dlpack.from_dlpack(as_array(case, t).contiguous(), copy=True)
 
 
 def make(case: Case, inputs: Inputs) -> Step | None:
@@ -137,7 +129,7 @@ def make(case: Case, inputs: Inputs) -> Step | None:
 
     def read(result: tuple[Any, ...]) -> tuple[Tensor, ...]:
         wanted = outputs + (len(case.leaves) if case.mode == "train" else 0)
-        return tuple(_tensor(case, a) for a in result[:wanted])
+        return tuple(as_image(case, torch.from_dlpack(a)) for a in result[:wanted])
 
     if case.mode == "preallocated":
         return _donating(forward, arrays, outputs, read)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from normkit.audit.identify.probe import restored
 from normkit.convert.edit import Edit, Editor
 from normkit.convert.receipt import ConversionError, Difference, Errors, Receipt, deviation, deviations
+from normkit.errors import described
 
 EXACT = 1e-12
 """Outputs of both in float64: rounding of a few thousand terms, each 1e-16, and nothing else."""
@@ -119,9 +120,8 @@ def run(model: nn.Module, example: Example, *, wide: bool) -> Run:
             return _run(model, given, inputs, wide)
         except Exception as error:  # foreign code
             where = "in float64" if wide else "on these inputs"
-            text = " ".join(str(error).split())[:200]
             raise ConversionError(
-                f"{type(model).__name__} could not be run {where} ({type(error).__name__}: {text}): nothing is proved"
+                f"{type(model).__name__} could not be run {where} ({described(error)}): nothing is proved"
             ) from error
 
 

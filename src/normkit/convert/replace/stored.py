@@ -17,6 +17,7 @@ from normkit.convert.gain_proof import loaded_names
 from normkit.convert.receipt import ConversionError, Receipt
 from normkit.convert.replace.core import replace
 from normkit.convert.stream import write_checkpoint
+from normkit.errors import message
 
 RECIPE = "normkit.json"
 """The file that says what `replace_folder` did: ``to``, ``groups``, ``alpha`` and the names of the norms."""
@@ -92,7 +93,7 @@ def load_replaced(folder: str | Path) -> nn.Module:
         loaded = from_config(str(folder), config, "cpu")
         receipt = replace(loaded.model, *loaded.args, **recipe, **loaded.kwargs)
     except (ModelError, TypeError, ValueError, OSError) as error:
-        raise ConversionError(f"{folder} cannot be built again: {' '.join(str(error).split())}") from error
+        raise ConversionError(f"{folder} cannot be built again: {message(error)}") from error
     if len(receipt.changed) != len(recipe["only"]):
         first = receipt.refused[0]
         raise ConversionError(f"{folder} cannot be built again: {first.name} is not replaced here: {first.reason}")

@@ -23,6 +23,7 @@ from normkit.convert.swap.probe import Regimes, prove, sample_of
 from normkit.convert.swap.reclass import plan_of, unfit
 from normkit.convert.swap.speed import time_model, time_norm
 from normkit.convert.swap.whole import settle, take_back, undo_of, wide_run
+from normkit.errors import message
 from normkit.spec import NormSpec
 
 
@@ -167,19 +168,20 @@ def _swap(
     exact = wide_run(model, norms, args, kwargs, options, before.random, notes, progress)
     progress("running the model after")
     wanted = norms
+    blocks: list[fuse.Block] = []
+    unfused: tuple[Refusal, ...] = ()
     try:
         norms, errors = settle(model, wanted, args, kwargs, options, before, exact, refused)
         refused.sort(key=lambda r: order[r.name])
         if not norms:
             return SwapReceipt(model=type(model).__name__, refused=tuple(refused), revert=lambda: None)
-        blocks, unfused = [], ()
         if options.fuse_residual:
             progress("fusing residual sums")
             blocks, unfused, after = fuse.fuse(model, norms, args, kwargs, options, before, exact)
             errors = after or errors
         speeds = time_model(model, [*norms, *blocks], args, kwargs, options, progress)
     except BaseException:
-        take_back(wanted)
+        take_back([*wanted, *blocks])
         raise
     changed = tuple(Change(name=n.record.name, what=_what(n), errors=n.errors, **n.change) for n in norms)
     return SwapReceipt(
@@ -199,7 +201,7 @@ def _first_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     try:
         return proof.run(model, args, kwargs, gradients=options.gradients)
     except Exception as error:  # foreign code
-        said = f"{type(model).__name__} could not be run to prove a swap on: {' '.join(str(error).split())[:200]}"
+        said = f"{type(model).__name__} could not be run to prove a swap on: {message(error)}"
         if options.gradients:
             with contextlib.suppress(Exception):
                 proof.run(model, args, kwargs, gradients=False)

@@ -22,7 +22,8 @@ from normkit.convert.swap.norm import Norm, Options
 from normkit.convert.swap.probe import LIMITS
 from normkit.convert.swap.reclass import adder_of, subclass, unfit
 from normkit.convert.swap.rewrite import Unreadable, rewrite
-from normkit.convert.swap.whole import compare_model
+from normkit.convert.swap.whole import compare_model, take_back
+from normkit.errors import message
 
 _ROUNDS = 12
 _CALL = nn.Module.__call__
@@ -35,6 +36,10 @@ def add_norm(a: Any, b: Any, norm: Any) -> tuple[Any, Any]:
     both = fused(a, b, norm)
     if both is not None:
         return both
+    return _apart(a, b, norm)
+
+
+def _apart(a: Any, b: Any, norm: Any) -> tuple[Any, Any]:
     total = a + b
     return norm(total), total
 
@@ -125,11 +130,11 @@ def fuse(
         try:
             errors = compare_model(model, norms, args, kwargs, options, before, exact)
         except BaseException as error:
-            _take_back(wanted)
+            take_back(wanted)
             if isinstance(error, ConversionError) or not isinstance(error, Exception):
                 raise
             for site in (s for b in wanted for s in b.sites):
-                site.reason = site.reason or f"with sums fused the model raises: {' '.join(str(error).split())[:200]}"
+                site.reason = site.reason or f"with sums fused the model raises: {message(error)}"
             wanted = []
     return wanted, _refusals(blocks, others), errors
 
@@ -172,28 +177,23 @@ def _prove(
             if site is not None and not site.reason and not site.found:
                 with restored(), torch.enable_grad():
                     site.reason = _prove_site(site, a, b) or _time_site(site, a, b, options, timed)
-            total = a + b
-            return norm(total), total
+            return _apart(a, b, norm)
 
         forward, _ = rewrite(block.base.forward, {s.attribute for s in block.sites}, look)
         block.module.__class__ = subclass(block.base, {"forward": forward}, fused_class, (), silent=True)
     try:
         proof.run(model, args, kwargs, gradients=False)
     finally:
-        for block in blocks:
-            block.module.__class__ = block.base
+        take_back(blocks)
     for site in (s for b in blocks for s in b.sites):
         if not site.found and not site.reason:
             site.reason = "its sum was not reached in the model's run"
 
 
-def _copies(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a.detach().clone().requires_grad_(), b.detach().clone().requires_grad_()
-
-
-def _apart(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    total = a + b
-    return norm(total), total
+def _copies(a: Tensor, b: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Both operands for a run of their own, and what gets gradients in it."""
+    x, z = a.detach().clone().requires_grad_(), b.detach().clone().requires_grad_()
+    return x, z, [x, z, *(p for p in norm.parameters() if p.is_floating_point() and p.requires_grad)]
 
 
 def _prove_site(site: Site, a: Any, b: Any) -> str:
@@ -205,13 +205,12 @@ def _prove_site(site: Site, a: Any, b: Any) -> str:
         return "something watches it: a hook, a wrapper or a torch function mode"
     results = []
     for run in (fused, _apart):
-        x, z = _copies(a, b)
+        x, z, leaves = _copies(a, b, norm)
         with torch.no_grad():
             plain = run(x, z, norm)
         recorded = run(x, z, norm)
         if plain is None or recorded is None:
             return "no operator adds and normalizes it"
-        leaves = [x, z, *(p for p in norm.parameters() if p.is_floating_point() and p.requires_grad)]
         seeds = [proof.direction(recorded[0]), proof.direction(recorded[1].flip(0)).flip(0)]
         results.append(([*plain, *recorded], list(torch.autograd.grad(recorded, leaves, seeds, allow_unused=True))))
     (new, new_gradients), (old, old_gradients) = results
@@ -240,9 +239,8 @@ def _time_site(site: Site, a: Tensor, b: Tensor, options: Options, timed: dict[A
 
 
 def _timings(norm: nn.Module, a: Tensor, b: Tensor) -> dict[str, Any] | str:
-    x, z = _copies(a, b)
+    x, z, leaves = _copies(a, b, norm)
     seeds = [torch.ones_like(x), torch.ones_like(x)]
-    leaves = [x, z, *(p for p in norm.parameters() if p.is_floating_point() and p.requires_grad)]
 
     def infer(run: Callable[..., Any]) -> Callable[[], Any]:
         def call() -> Any:
@@ -266,12 +264,6 @@ def _give(blocks: Sequence[Block]) -> None:
     """Every block its class with fused sums."""
     for block in blocks:
         block.module.__class__ = fused_class(block.base, block.attributes)
-
-
-def _take_back(blocks: Sequence[Block]) -> None:
-    """Every block its own class."""
-    for block in blocks:
-        block.module.__class__ = block.base
 
 
 def changes(blocks: Sequence[Block]) -> tuple[Change, ...]:

@@ -14,29 +14,27 @@ from normkit.convert import proof
 from normkit.convert.receipt import ConversionError, Difference, Errors, Refusal
 from normkit.convert.swap.norm import Norm, Options, Reclassed
 from normkit.convert.swap.plan import HALF
-from normkit.convert.swap.reclass import give_back, swapped_class
+from normkit.convert.swap.reclass import swapped_class
+from normkit.errors import message
 
 _FLOAT64_BYTES = 2**31
 
 
 def give(norms: Sequence[Norm]) -> None:
     """Every norm its swapped class, or none."""
-    done: list[Norm] = []
-    try:
-        for norm in norms:
-            norm.module.__class__ = swapped_class(norm.base, norm.plan)
-            done.append(norm)
-    except TypeError as error:
-        for norm in done:
-            give_back(norm.module)
-        raise ConversionError(f"the class of {norms[len(done)].record.name} cannot be changed: {error}") from error
-
-
-def take_back(norms: Sequence[Norm]) -> None:
-    """Every norm its own class."""
     for norm in norms:
-        if type(norm.module) is not norm.base:
-            give_back(norm.module)
+        try:
+            norm.module.__class__ = swapped_class(norm.base, norm.plan)
+        except TypeError as error:
+            take_back(norms)
+            raise ConversionError(f"the class of {norm.name} cannot be changed: {error}") from error
+
+
+def take_back(changed: Sequence[Reclassed]) -> None:
+    """Every module its own class."""
+    for one in changed:
+        if type(one.module) is not one.base:
+            one.module.__class__ = one.base
 
 
 def settle(
@@ -69,19 +67,15 @@ def settle(
             proof.run(model, args, kwargs, gradients=options.gradients)
             kept.append(norm)
         except Exception as error:
-            refused.append(Refusal(norm.record.name, f"with it swapped the model raises: {_line(error)}"))
+            refused.append(Refusal(norm.record.name, f"with it swapped the model raises: {message(error)}"))
         finally:
             take_back([norm])
     if len(kept) == len(norms):
-        raise ConversionError(f"the swap is undone: the model raises with it: {_line(failure)}") from failure
+        raise ConversionError(f"the swap is undone: the model raises with it: {message(failure)}") from failure
     give(kept)
-    return kept, compare_model(model, kept, args, kwargs, options, before, exact) if kept else Errors(
-        original=Difference()
-    )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    if not kept:
+        return kept, Errors(original=Difference())
+    return kept, compare_model(model, kept, args, kwargs, options, before, exact)
 
 
 def compare_model(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from normkit.lab.run import one_line
+from normkit.errors import described
 from normkit.lab.verdicts import Decision
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def svg(draw: Callable[[Axes], None], *, salt: str, size: tuple[float, float] = 
         except Exception as error:
             axes.clear()
             axes.axis("off")
-            axes.text(0.5, 0.5, f"no plot: {one_line(error)}", ha="center", va="center", wrap=True)
+            axes.text(0.5, 0.5, f"no plot: {described(error)}", ha="center", va="center", wrap=True)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     return _element(text.getvalue())
