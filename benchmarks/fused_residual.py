@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from swap_llama import SHAPE, build
+from whole_model import SHAPE, build
 
 import normkit
-from normkit.bench.harness import environment
+from normkit.bench.results import environment
 from normkit.convert.timing import interleave
 
 

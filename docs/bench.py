@@ -35,7 +35,7 @@ def text(about: dict[str, str], results: list[Result]) -> str:
 def _state(count: int) -> str:
     if count == GRID:
         return f"One run of the whole grid, {count} cells."
-    return f"**A part of the grid, {count} of {GRID} cells, on a machine that did other work too: a placeholder.**"
+    return f"**A part of the grid, {count} of {GRID} cells: a placeholder for the whole.**"
 
 
 def _facts(about: dict[str, str]) -> str:
