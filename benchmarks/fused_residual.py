@@ -1,6 +1,6 @@
 """What a decoder could gain at most if every residual sum were fused into the norm behind it.
 
-The sum and the norm as two calls against one (`residual=`), at the shapes that prefill and decode have, and the time
+A swapped norm and the sum before it as two calls against one, at the shapes that prefill and decode have, and the time
 saved over all of a model's sums as a share of the model's own forward (swapped), in interleaved rounds.
 
 Run: python benchmarks/fused_residual.py
@@ -19,6 +19,7 @@ from whole_model import SHAPE, build
 
 import normkit
 from normkit.bench.results import environment
+from normkit.convert.swap.fuse import add_norm
 from normkit.convert.timing import interleave
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     model = build(options.layers, options.hidden, dtype)
     ids = torch.randint(0, SHAPE["vocab_size"], (1, options.prefill))
     normkit.swap(model, input_ids=ids[:, :64], use_cache=False, rounds=0, gradients=False, only_faster=False)
-    norm = normkit.nn.RMSNorm(options.hidden, eps=1e-6, rounding="before_gain", dtype=dtype)
+    norm = model.model.norm
     for tokens in (options.prefill, 1):
         stream, branch = (torch.randn(1, tokens, options.hidden).to(dtype) for _ in range(2))
 
@@ -44,7 +45,7 @@ def main() -> None:
             return norm(total), total
 
         def fused(stream: Any = stream, branch: Any = branch) -> Any:
-            return norm(branch, residual=stream)
+            return add_norm(stream, branch, norm)
 
         def whole(tokens: int = tokens) -> Any:
             return model.model(input_ids=ids[:, :tokens], use_cache=False)
