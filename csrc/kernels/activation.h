@@ -5,13 +5,12 @@
 
 namespace normkit::NORMKIT_ISA {
 
-// exp to about 1 unit in the last place: x = n log(2) + r, a polynomial in r (Cephes' expf), 2^n by its exponent bits.
-// Below -87 the result stays at about 1e-38 where the true one shrinks on; NaN stays NaN.
+// exp of x <= 0 to about 1 unit in the last place: x = n log(2) + r, a polynomial in r (Cephes' expf), 2^n by its
+// exponent bits. Below -87 the result stays at about 1e-38 where the true one shrinks on; NaN stays NaN.
 NORMKIT_INLINE VecF exp_of(const VecF& x) {
   VecF r;
   NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) {
     VecF::Native v = x.part[i];
-    v = v > 88.0f ? (VecF::Native{} + 88.0f) : v;
     v = v < -87.0f ? (VecF::Native{} - 87.0f) : v;
     const VecF::Native shifted = v * 1.44269504088896341f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     const VecF::Native n = shifted - 12582912.0f;
@@ -22,8 +21,7 @@ NORMKIT_INLINE VecF exp_of(const VecF& x) {
     p = p * f + 1.6666665459e-1f;
     p = p * f + 5.0000001201e-1f;
     p = (p * (f * f) + f) + 1.0f;
-    const VecF::Native scale = float_of((bits_of(shifted) - 0x4b400000u + 127u) << 23);
-    r.part[i] = v == v ? p * scale : v;
+    r.part[i] = p * float_of((bits_of(shifted) - 0x4b400000u + 127u) << 23);
   }
   return r;
 }
@@ -35,30 +33,29 @@ NORMKIT_INLINE Vec<double> exp_of(const Vec<double>& x) {
 }
 
 // 1 / (1 + exp(-z)), from exp(-|z|) so that nothing overflows.
-// Long enough to be out of line where a Vec is several registers: every loop that inlined it would hold six copies.
-#if defined(__AVX512F__)
-#define NORMKIT_SIGMOID NORMKIT_INLINE
-#else
-#define NORMKIT_SIGMOID __attribute__((noinline))
-#endif
 template <class A>
-NORMKIT_SIGMOID Vec<A> sigmoid(Vec<A> z) {
+NORMKIT_INLINE Vec<A> sigmoid(const Vec<A>& z) {
   const Vec<A> zero, one(A(1));
   const Vec<A> e = exp_of(where_less(z, zero, z, zero - z));
   return where_less(z, zero, e, one) / (one + e);
 }
 
+// The sigmoid of a row of gates, once for all passes over it: long code, and every loop that inlined it would hold it.
+template <class X>
+__attribute__((noinline)) void sigmoid_row(const X* z, compute_t<X>* to, int64_t n) {
+  for_each<compute_t<X>>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(to + j, sigmoid(load(z + j, tag)), tag); });
+}
+
+// The activation of z with the sigmoid s: SiLU, or s itself.
 template <class A>
-NORMKIT_INLINE Vec<A> activate(const Vec<A>& z, bool silu) {
-  const Vec<A> s = sigmoid(z);
+NORMKIT_INLINE Vec<A> activate(const Vec<A>& z, const Vec<A>& s, bool silu) {
   return silu ? z * s : s;
 }
 
-// The derivative of the activation, from z and sigmoid(z).
+// Its derivative.
 template <class A>
-NORMKIT_INLINE Vec<A> activation_slope(const Vec<A>& z, bool silu) {
-  const Vec<A> s = sigmoid(z), one(A(1));
-  const Vec<A> slope = s * (one - s);
+NORMKIT_INLINE Vec<A> activation_slope(const Vec<A>& z, const Vec<A>& s, bool silu) {
+  const Vec<A> slope = s * (Vec<A>(A(1)) - s);
   return silu ? s + z * slope : slope;
 }
 

@@ -12,15 +12,23 @@ struct SegmentCoefficients {
   A gain, bias;
 };
 
-// for_each whose stores do not straddle cache lines: a long segment that starts inside a line begins with a part.
+// out[j] = f(j, tag) over a segment, the end of which need not fill a vector.
 template <class X, class F>
-NORMKIT_INLINE void for_each_aligned(const X* out, int64_t n, const F& f) {
+NORMKIT_INLINE void fill_segment(X* out, int64_t n, const F& f) {
   using A = compute_t<X>;
   constexpr int64_t L = Vec<A>::kLanes, bytes = L * sizeof(X);
-  int64_t head = 0;
-  if (kNativeBytes == 64 && n >= 8 * L) head = (bytes - int64_t(uintptr_t(out) % bytes)) % bytes / int64_t(sizeof(X));
-  if (head > 0) f(int64_t(0), Part{int(head)});
-  for_each<A>(n - head, [&](int64_t j, auto tag) NORMKIT_LAMBDA { f(head + j, tag); });
+  if constexpr (kNativeBytes == 64) {  // masks are cheap, but a long segment's stores should not straddle cache lines
+    int64_t head = 0;
+    if (n >= 8 * L) head = (bytes - int64_t(uintptr_t(out) % bytes)) % bytes / int64_t(sizeof(X));
+    if (head > 0) store(out, f(int64_t(0), Part{int(head)}), Part{int(head)});
+    for_each<A>(n - head, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(out + head + j, f(head + j, tag), tag); });
+  } else if (n < L || n % L == 0) {
+    for_each<A>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(out + j, f(j, tag), tag); });
+  } else {  // the last L elements, some of them for a second time: computed first, since out may be what f reads
+    const Vec<A> last = f(n - L, Full{});
+    for (int64_t j = 0; j + L <= n; j += L) store(out + j, f(j, Full{}), Full{});
+    store(out + n - L, last, Full{});
+  }
 }
 
 template <class X, bool Masked>
@@ -28,10 +36,10 @@ NORMKIT_INLINE void normalize_segment(const X* x, X* y, const uint8_t* mask, int
                                       const SegmentCoefficients<compute_t<X>>& k) {
   using A = compute_t<X>;
   const Vec<A> rstd(k.stat.rstd), gain(k.gain), bias(k.bias);
-  for_each_aligned(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+  fill_segment(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     Vec<A> v = centre(load(x + j, tag), k.stat.high, k.stat.low) * rstd * gain + bias;
     if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
-    store(y + j, v, tag);
+    return v;
   });
 }
 
@@ -177,11 +185,11 @@ NORMKIT_INLINE void segment_dx(const X* g, const X* x, X* dx, const uint8_t* mas
                                compute_t<X> s2) {
   using A = compute_t<X>;
   const Vec<A> rstd(stat.rstd), w(gain), m1(s1), m2(s2);
-  for_each_aligned(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+  fill_segment(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     const Vec<A> hat = centre(load(x + j, tag), stat.high, stat.low) * rstd;
     Vec<A> d = (load(g + j, tag) * w - m1 - hat * m2) * rstd;
     if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
-    store(dx + j, d, tag);
+    return d;
   });
 }
 

@@ -170,32 +170,42 @@ NORMKIT_INLINE __m256i part_mask(int part, int n, double) {
 }
 NORMKIT_INLINE __m256 load_part(const float* p, __m256i mask) { return _mm256_maskload_ps(p, mask); }
 NORMKIT_INLINE __m256d load_part(const double* p, __m256i mask) { return _mm256_maskload_pd(p, mask); }
-NORMKIT_INLINE void store_part(float* p, __m256i mask, __m256 v) { _mm256_maskstore_ps(p, mask, v); }
-NORMKIT_INLINE void store_part(double* p, __m256i mask, __m256d v) { _mm256_maskstore_pd(p, mask, v); }
+
+// n of sixteen halves (0 < n < 16): pairs as far as there are any, then the last one once more or for the first time.
+// By way of memory a load would wait for the small stores before it.
+template <class T>
+NORMKIT_INLINE VecF load_halves(const T* p, int n) {
+  const __m256i pairs = _mm256_maskload_epi32(reinterpret_cast<const int*>(p), part_mask(0, n / 2, 0.0f));
+  const __m256i index = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m256i last = _mm256_and_si256(_mm256_cmpeq_epi16(_mm256_set1_epi16(short(n - 1)), index),
+                                        _mm256_set1_epi16(short(p[n - 1].bits)));
+  const __m256i all = _mm256_or_si256(pairs, last);
+  VecF r;
+  r.part[0] = widen((U16)_mm256_castsi256_si128(all), T{});
+  r.part[1] = widen((U16)_mm256_extracti128_si256(all, 1), T{});
+  return r;
+}
 #endif
 template <class T>
 NORMKIT_INLINE Vec<compute_t<T>> load(const T* p, Part t) {
 #if defined(__AVX2__)
-  if constexpr (sizeof(T) >= 4) {
+  if constexpr (sizeof(T) == 2) {
+    return load_halves(p, t.n);
+  } else {
     Vec<T> r;
     NORMKIT_UNROLL for (int i = 0; i < Vec<T>::kParts; ++i)
       r.part[i] = load_part(p + i * Vec<T>::kPartLanes, part_mask(i, t.n, T{}));
     return r;
   }
-#endif
+#else
   T buffer[Vec<compute_t<T>>::kLanes] = {};
   copy_few(buffer, p, t.n);
   return load(buffer, Full{});
+#endif
 }
+// (A masked store of AVX2 takes some processors longer than this.)
 template <class T>
 NORMKIT_INLINE void store(T* p, const Vec<compute_t<T>>& v, Part t) {
-#if defined(__AVX2__)
-  if constexpr (sizeof(T) >= 4) {
-    NORMKIT_UNROLL for (int i = 0; i < Vec<T>::kParts; ++i)
-      store_part(p + i * Vec<T>::kPartLanes, part_mask(i, t.n, T{}), v.part[i]);
-    return;
-  }
-#endif
   T buffer[Vec<compute_t<T>>::kLanes];
   store(buffer, v, Full{});
   copy_few(p, buffer, t.n);

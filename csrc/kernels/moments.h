@@ -11,6 +11,12 @@ struct Moments {
 
   NORMKIT_INLINE void merge(double n, double m, double s) {
     if (n == 0) return;
+    if (count == 0) {  // often all there is, and two divisions less
+      count = n;
+      mean = m;
+      squares = s;
+      return;
+    }
     const double total = count + n, delta = m - mean;
     mean += delta * (n / total);
     squares += s + delta * delta * (count * n / total);

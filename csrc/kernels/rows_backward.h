@@ -27,7 +27,7 @@ void backward_block(const RowsBackward& a, int64_t block) {
 
   // The gradient is read again in the second pass, unless it had to be converted or multiplied by a gate.
   constexpr bool kGradDirect = sizeof(G) == sizeof(A) && gate_at != GateAt::after;
-  ScratchRow<A> normalized(n), weighted(kGradDirect ? 0 : n);
+  ScratchRow<A> normalized(n), weighted(kGradDirect ? 0 : n), sigmoids(gate_at == GateAt::nowhere ? 0 : n);
   RowCursor<X> x(a.x, begin), gate(a.gate, begin), grad_sum(a.grad_sum, begin), dx(a.dx, begin), dgate(a.dgate, begin);
   RowCursor<G> grad(a.grad, begin);
   int64_t phase = begin % a.period;
@@ -40,7 +40,8 @@ void backward_block(const RowsBackward& a, int64_t block) {
     const X *xp = x.get(), *zp = gate.get(), *sp = grad_sum.get();
     const G* gp = grad.get();
     X *dxp = dx.get(), *dzp = dgate.get();
-    A *hat = normalized.get(), *kept = weighted.get();
+    A *hat = normalized.get(), *kept = weighted.get(), *sigma = sigmoids.get();
+    if constexpr (gate_at != GateAt::nowhere) sigmoid_row(zp, sigma, n);
 
     double total_h = 0, total_hx = 0;
     for (int64_t start = 0; start < n; start += kChunk) {
@@ -48,16 +49,16 @@ void backward_block(const RowsBackward& a, int64_t block) {
           accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t k, auto tag) NORMKIT_LAMBDA {
             const int64_t j = start + k;
             Vec<A> v = load(xp + j, tag);
-            if constexpr (gate_at == GateAt::before) v = v * activate(load(zp + j, tag), silu);
+            if constexpr (gate_at == GateAt::before) v = v * activate(load(zp + j, tag), load(sigma + j, tag), silu);
             if constexpr (Centered) v = centre(v, high, low);
             v = v * Vec<A>(rstd);
             store(hat + j, v, tag);
             Vec<A> g = load(gp + j, tag);
             const Vec<A> w = load(gain + j, tag);
             if constexpr (gate_at == GateAt::after) {
-              const Vec<A> z = load(zp + j, tag);
-              store(dzp + j, g * (v * w) * activation_slope(z, silu), tag);
-              g = g * activate(z, silu);
+              const Vec<A> z = load(zp + j, tag), s = load(sigma + j, tag);
+              store(dzp + j, g * (v * w) * activation_slope(z, s, silu), tag);
+              g = g * activate(z, s, silu);
             }
             if constexpr (!kGradDirect) store(kept + j, g, tag);
             const Vec<A> h = g * w;
@@ -83,9 +84,9 @@ void backward_block(const RowsBackward& a, int64_t block) {
       if constexpr (Centered) d = d - mean_h;
       d = (d - v * mean_hx) * scale;
       if constexpr (gate_at == GateAt::before) {
-        const Vec<A> z = load(zp + j, tag), input = load(xp + j, tag);
-        store(dzp + j, d * input * activation_slope(z, silu), tag);
-        d = d * activate(z, silu);
+        const Vec<A> z = load(zp + j, tag), s = load(sigma + j, tag), input = load(xp + j, tag);
+        store(dzp + j, d * input * activation_slope(z, s, silu), tag);
+        d = d * activate(z, s, silu);
       }
       if (sp) d = d + load(sp + j, tag);
       return d;

@@ -45,10 +45,11 @@ struct GatedSource {
   static constexpr bool kCanCentre = false;
   const X* x;
   const X* gate;
+  const A* sigmoids;  // of the gate
   bool silu;
   template <class Tag>
   NORMKIT_INLINE Vec<A> operator()(int64_t j, Tag tag) const {
-    return load(x + j, tag) * activate(load(gate + j, tag), silu);
+    return load(x + j, tag) * activate(load(gate + j, tag), load(sigmoids + j, tag), silu);
   }
   NORMKIT_INLINE const A* row() const { return nullptr; }
 };
@@ -62,6 +63,7 @@ struct FinishRow {
   const A* gain;
   const A* bias;
   const void* gate;
+  const A* sigmoids;  // of the gate
   void* y;
 };
 
@@ -82,6 +84,7 @@ void finish_rows(const Finish<A>& f, int64_t count) {
     const FinishRow<A> it = f.rows[r];
     const A *row = it.row, *gain = it.gain, *bias = it.bias;
     const Y* gate = static_cast<const Y*>(it.gate);
+    const A* sigmoids = it.sigmoids;
     const A high = it.stat.high, low = it.stat.low, rstd = it.stat.rstd;
     Y* y = static_cast<Y*>(it.y);
     const auto at = [&](int64_t j, auto tag) NORMKIT_LAMBDA {
@@ -91,7 +94,7 @@ void finish_rows(const Finish<A>& f, int64_t count) {
       if constexpr (Bias) v = v + load(bias + j, tag);
       if constexpr (Gated) {
         if (round_product) v = round_to(v, Mid{});
-        v = v * activate(load(gate + j, tag), silu);
+        v = v * activate(load(gate + j, tag), load(sigmoids + j, tag), silu);
       }
       return v;
     };
@@ -149,7 +152,7 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
   using A = compute_t<X>;
   const int64_t n = a.features;
   const int64_t together = rows_together<A>(n), pitch = padded<A>(n);
-  ScratchRow<A> scratch(together * pitch);
+  ScratchRow<A> scratch(together * pitch), sigmoids(a.gate.data ? together * pitch : 0);
   RowView y_bytes = a.y;  // the type of y is known to `finish` alone
   for (int64_t& s : y_bytes.stride) s *= size_of(a.y.dtype);
   RowCursor<X> x(a.x, begin);
@@ -157,7 +160,7 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
   RowCursor<R> residual(a.residual, begin), sum(a.sum, begin);
   RowCursor<char> y(y_bytes, begin);
   int64_t phase = begin % a.period;
-  using Source = decltype(make(x.get(), residual.get(), sum.get(), gate.get()));
+  using Source = decltype(make(x.get(), residual.get(), sum.get(), gate.get(), sigmoids.get()));
   const bool centered = Source::kCanCentre && a.centered;
   Finish<A> f;
   f.n = n;
@@ -168,7 +171,9 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
     const int64_t count = smaller(together, end - first);
     double totals[kRowsTogether];
     for (int64_t r = 0; r < count; ++r) {
-      const Source source = make(x.get(), residual.get(), sum.get(), gate.get());
+      A* own_sigmoids = sigmoids.get() + r * pitch;
+      if (a.gate.data) sigmoid_row(gate.get(), own_sigmoids, n);
+      const Source source = make(x.get(), residual.get(), sum.get(), gate.get(), own_sigmoids);
       A* own = scratch.get() + r * pitch;
       totals[r] = centered ? row_total<A, false>(source, own, n) : row_total<A, true>(source, own, n);
       FinishRow<A>& it = f.rows[r];
@@ -176,6 +181,7 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
       it.gain = static_cast<const A*>(a.gain) + phase * n;
       it.bias = a.bias ? static_cast<const A*>(a.bias) + phase * n : nullptr;
       it.gate = gate.get();
+      it.sigmoids = own_sigmoids;
       it.y = y.get();
       x.next();
       gate.next();
@@ -208,7 +214,7 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
 
 template <class X, class R>
 void run_residual(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compute_t<X>> finish) {
-  run_rows<X, R>(a, begin, end, finish, [](const X* x, const R* residual, R* sum, const X*) {
+  run_rows<X, R>(a, begin, end, finish, [](const X* x, const R* residual, R* sum, const X*, const auto*) {
     return ResidualSource<X, R>{x, residual, sum};
   });
 }
@@ -223,11 +229,13 @@ void rows_forward_from(const RowsForward& a, int64_t begin, int64_t end, FinishR
   }
   if (a.gate.data && a.gate_before) {
     const bool silu = a.silu;
-    return run_rows<X, X>(a, begin, end, finish, [silu](const X* x, const X*, X*, const X* gate) {
-      return GatedSource<X>{x, gate, silu};
+    return run_rows<X, X>(a, begin, end, finish, [silu](const X* x, const X*, X*, const X* gate, const auto* sigmoids) {
+      return GatedSource<X>{x, gate, sigmoids, silu};
     });
   }
-  run_rows<X, X>(a, begin, end, finish, [](const X* x, const X*, X*, const X*) { return PlainSource<X>{x}; });
+  run_rows<X, X>(a, begin, end, finish, [](const X* x, const X*, X*, const X*, const auto*) {
+    return PlainSource<X>{x};
+  });
 }
 
 // Rows [begin, end).

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from normkit.checks import check_floating, check_mask, check_number, check_same_device
+from normkit.functional import short
 from normkit.functional.core import add_residual, check_tensors, make_spec, write
 from normkit.functional.evaluate import compute, evaluate
 from normkit.functional.running import advance, advance_in_place, moments
@@ -81,6 +82,14 @@ def batch_norm(
     Differs from `torch.nn.functional.batch_norm`: any pair of input and parameter dtypes; the variance does not lose
     digits for a large mean; an empty batch leaves the running statistics alone; a negative eps is refused.
     """
+    ordinary = mask is None and residual is None and gate is None and out is None and not skip_nonfinite
+    if ordinary and weight_offset == 0 and rounding == "after_gain" and output_dtype == "input" and channel_dim == 1:
+        if training:
+            y = short.batch_train(input, running_mean, running_var, weight, bias, momentum, eps)
+        else:
+            y = short.batch(input, running_mean, running_var, weight, bias, eps)
+        if y is not None:
+            return y
     stream = None if residual is None else add_residual(input, residual)
     result = _batch_norm(
         input if stream is None else stream, running_mean, running_var, weight, bias, training, momentum, eps, mask,
@@ -223,6 +232,11 @@ def instance_norm(
     Differs from `torch.nn.functional.instance_norm`: any pair of input and parameter dtypes; the variance does not
     lose digits for a large mean; channels_last input gives channels_last output; a negative eps is refused.
     """
+    ordinary = mask is None and residual is None and gate is None and out is None and use_input_stats
+    if ordinary and weight_offset == 0 and rounding == "after_gain" and output_dtype == "input" and channel_dim == 1:
+        y = short.instance(input, weight, bias, eps) if running_mean is None and running_var is None else None
+        if y is not None:
+            return y
     check_floating("input", input)
     _check_running(input, running_mean, running_var, use_input_stats, momentum)
     check_eps(eps)
@@ -306,8 +320,10 @@ def _measured(
         return BatchNormResult(y, running_mean, running_var)
     y, found = evaluate(x, spec, weight, bias, gate=gate, mask=mask)
     assert found is not None
-    if in_place and not skip_nonfinite and advance_in_place(running_mean, running_var, found, spec, momentum):
-        return BatchNormResult(y, running_mean, running_var)
+    if not skip_nonfinite and spec.axes == "batch":
+        moved = (running_mean, running_var) if in_place else (running_mean.clone(), running_var.clone())
+        if advance_in_place(*moved, found, spec, momentum):
+            return BatchNormResult(y, *moved)
     new = advance(running_mean, running_var, moments(found, spec, x.dim()), momentum, skip_nonfinite=skip_nonfinite)
     return BatchNormResult(y, new[0], new[1])
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from normkit import ops
 from normkit.checks import FLOATS, check_mask
-from normkit.ops import autograd, fused
+from normkit.ops import fused
 from normkit.reference import Measured, Statistics, count_elements, normalize_measured
 from normkit.reference_backward import normalize_backward
 from normkit.spec import NormSpec
@@ -26,7 +26,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _compiling = torch.compiler.is_compiling
 _functorch = torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
-_grad_enabled = torch.is_grad_enabled
 
 
 def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
@@ -177,65 +176,6 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 def _cached(function: Any) -> Any:
     """A cached function; itself while a compiler traces, which does not take the cache."""
     return function.__wrapped__ if _compiling() else function
-
-
-# ---- the shortest way to the kernels of LayerNorm and RMSNorm: a small row costs no more than a call ----
-
-if _LOADED:
-    _layer_norm = torch.ops.normkit.layer_norm.default._op  # past one Python frame that serves dispatch modes
-    _rms_norm = torch.ops.normkit.rms_norm.default._op
-    _layer_norm_recorded = autograd.layer_norm_function
-    _rms_norm_recorded = autograd.rms_norm_function
-
-_EPS32 = torch.finfo(torch.float32).eps
-_EPS64 = torch.finfo(torch.float64).eps
-
-
-def compute_row(
-    centered: bool,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    rounding: str,
-) -> Tensor | None:
-    """LayerNorm or RMSNorm over the last dim, output in x's dtype, in few steps; None where `compute` must look.
-
-    The operator itself refuses a parameter that does not fit x, and `compute` then words the error. An eps of None is
-    the machine epsilon of the compute dtype.
-    """
-    if (
-        not _LOADED
-        or _compiling()
-        or type(x) is not Tensor
-        or weight is None
-        or weight.dim() != 1
-        or not (weight_offset == 0 or weight_offset == 1)
-        or not x.is_cpu
-        or not weight.is_cpu
-        or not x.numel()
-        or _modes()
-        or _functorch()
-        or forward_ad._current_level >= 0
-    ):
-        return None
-    if type(eps) is not float:
-        if eps is not None or centered:
-            return None
-        eps = _EPS64 if x.dtype == torch.float64 else _EPS32
-    elif not eps > 0:
-        return None
-    before = rounding == "before_gain"
-    if bias is not None if before else rounding != "after_gain":
-        return None
-    try:
-        if _grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-            recorded = _layer_norm_recorded if centered else _rms_norm_recorded
-            return recorded(x, weight, bias, eps, weight_offset, False, before, None)
-        return (_layer_norm if centered else _rms_norm)(x, weight, bias, eps, weight_offset, False, before, None)
-    except RuntimeError:
-        return None
 
 
 class ClosedForm(torch.autograd.Function):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from normkit.checks import check_floating
+from normkit.functional import short
 from normkit.functional.core import as_shape, make_spec, norm
-from normkit.functional.evaluate import compute_row
 from normkit.reference import compute_dtype
 from normkit.spec import Gate, NormSpec, OutputDtype, Rounding, WeightShape, check_eps
 
@@ -60,9 +60,16 @@ def layer_norm(
     Differs from `torch.nn.functional.layer_norm`: any pair of input and parameter dtypes; the variance does not lose
     digits for a large mean; a negative eps is refused.
     """
-    plain = residual is None and gate is None and out is None and channel_dim == -1 and output_dtype == "input"
-    if plain and isinstance(weight, Tensor) and weight.shape == normalized_shape:
-        y = compute_row(True, input, weight, bias, eps, weight_offset, rounding)
+    y: Tensor | tuple[Tensor, Tensor] | None = None
+    if out is None and gate is None and output_dtype == "input" and _is_shape_of(weight, normalized_shape):
+        if channel_dim == 1:
+            if residual is None and weight_offset == 0 and rounding == "after_gain":
+                y = short.channel_layer(input, weight, bias, eps)
+        elif channel_dim == -1:
+            if residual is None:
+                y = short.row(True, input, weight, bias, eps, weight_offset, rounding)
+            else:
+                y = short.add_row(True, input, residual, weight, bias, eps, weight_offset, rounding)
         if y is not None:
             return y
     spec = make_spec(
@@ -128,9 +135,16 @@ def rms_norm(
     Differs from `torch.nn.functional.rms_norm`: the output has the input's dtype for any weight dtype (torch promotes
     unless asked otherwise); everything after ``eps`` is new; a negative eps is refused.
     """
-    plain = residual is None and gate is None and out is None and channel_dim == -1 and output_dtype == "input"
-    if plain and isinstance(weight, Tensor) and weight.shape == normalized_shape and partial == 1 and groups == 1:
-        y = compute_row(False, input, weight, bias, eps, weight_offset, rounding)
+    plain = out is None and channel_dim == -1 and output_dtype == "input" and partial == 1 and groups == 1
+    if plain and _is_shape_of(weight, normalized_shape):
+        y: Tensor | tuple[Tensor, Tensor] | None = None
+        if residual is None and gate is None:
+            y = short.row(False, input, weight, bias, eps, weight_offset, rounding)
+        elif gate is None:
+            assert residual is not None
+            y = short.add_row(False, input, residual, weight, bias, eps, weight_offset, rounding)
+        elif residual is None and bias is None:
+            y = short.gated_row(input, gate, weight, eps, weight_offset, rounding, gate_kind)
         if y is not None:
             return y
     check_floating("input", input)
@@ -152,6 +166,11 @@ def rms_norm(
         gate=None if gate is None else gate_kind,
     )
     return norm(input, spec, weight, bias, residual=residual, gate=gate, out=out)  # type: ignore[arg-type]
+
+
+def _is_shape_of(weight: Tensor | None, normalized_shape: int | Sequence[int]) -> bool:
+    """Whether the gain has just the feature dims (asked without a conversion of what the caller gave)."""
+    return isinstance(weight, Tensor) and weight.shape == normalized_shape
 
 
 def _channel_dim(x: Tensor, normalized_shape: int | Sequence[int], channel_dim: int) -> int | tuple[int, ...]:

@@ -71,7 +71,11 @@ def advance_in_place(
     if spec.axes != "batch" or torch.compiler.is_compiling() or isinstance(step, Tensor):
         return False
     mean, var, count = found
-    if not isinstance(count, Tensor) or not count.dtype == mean.dtype == var.dtype == torch.float64:
+    if mean.dtype != torch.float64 or var.dtype != torch.float64:
+        return False
+    if not isinstance(count, Tensor):
+        count = torch.scalar_tensor(count, dtype=torch.float64)
+    elif count.dtype != torch.float64:
         return False
     held = running_mean.shape == running_var.shape and running_mean.is_contiguous() and running_var.is_contiguous()
     if not held or not kernels_take(running_mean, running_var, mean, var, count):

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from normkit import functional as F
 from normkit.checks import check_dtype, check_number
-from normkit.functional import as_shape
+from normkit.functional import as_shape, short
 from normkit.functional.core import make_spec
-from normkit.functional.evaluate import compute_row
 from normkit.spec import NormSpec, OutputDtype, Rounding, check_eps
 
 
@@ -159,7 +158,7 @@ class LayerNorm(_RowNorm):
         own = self._parameters  # an attribute of a module costs a tenth of the call; a parametrized one is not here
         plain = residual is None and self.channel_dim == -1 and self.output_dtype == "input"
         if plain and "weight" in own and "bias" in own:
-            y = compute_row(True, input, own["weight"], own["bias"], self.eps, self.weight_offset, self.rounding)
+            y = short.row(True, input, own["weight"], own["bias"], self.eps, self.weight_offset, self.rounding)
             if y is not None:
                 return y
         assert self.eps is not None
@@ -240,7 +239,7 @@ class RMSNorm(_RowNorm):
         own = self._parameters  # an attribute of a module costs a tenth of the call; a parametrized one is not here
         plain = residual is None and self.channel_dim == -1 and self.output_dtype == "input" and self.partial == 1
         if plain and "weight" in own and "bias" in own:
-            y = compute_row(False, input, own["weight"], own["bias"], self.eps, self.weight_offset, self.rounding)
+            y = short.row(False, input, own["weight"], own["bias"], self.eps, self.weight_offset, self.rounding)
             if y is not None:
                 return y
         return F.rms_norm(

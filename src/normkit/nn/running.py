@@ -8,7 +8,9 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from normkit import ops
 from normkit.checks import check_same_device
+from normkit.functional import short
 from normkit.functional.batch import holds_one, refuse_one, store
 from normkit.functional.evaluate import compute, evaluate
 from normkit.functional.running import advance, advance_in_place, moments
@@ -17,6 +19,7 @@ from normkit.spec import NormSpec
 
 Single = Literal["error", "running", "skip"]
 Evaluate = Callable[..., tuple[Tensor, Statistics | None]]
+_evaluate = evaluate
 
 
 class KeepsRunningStatistics(Protocol):
@@ -72,6 +75,14 @@ def normalize_batch(
     Raises:
         ValueError: one value per channel under ``single="error"``, or under ``"running"`` without running statistics.
     """
+    own = mask is None and gate is None and evaluate is _evaluate
+    if own and not alone and not skip_nonfinite and _is_ordinary(spec) and not recomputing():
+        mean, var = module.running_mean, module.running_var
+        short_y = short.batch_train(x, mean, var, module.weight, module.bias, momentum, spec.eps)
+        if short_y is not None:
+            if mean is not None and module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+            return short_y
     if module.running_mean is not None:
         check_same_device("running_mean", module.running_mean, x)
     if alone is None:
@@ -97,6 +108,10 @@ def normalize_running(
     module: KeepsRunningStatistics, x: Tensor, spec: NormSpec, *, gate: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
     """Normalize by the running statistics."""
+    if mask is None and gate is None and _is_ordinary(spec):
+        y = short.batch(x, module.running_mean, module.running_var, module.weight, module.bias, spec.eps)
+        if y is not None:
+            return y
     return compute(
         x,
         spec,
@@ -106,6 +121,17 @@ def normalize_running(
         mask=mask,
         running_mean=module.running_mean,
         running_var=module.running_var,
+    )
+
+
+def _is_ordinary(spec: NormSpec) -> bool:
+    """Whether this is a batch norm over dim 1 that a kernel computes just so; not asked where a compiler traces."""
+    return (
+        not torch.compiler.is_compiling()
+        and spec.axes == "batch"
+        and spec.channel_dim == 1
+        and spec.weight_offset == 0
+        and ops.measuring(spec) is not None
     )
 
 

@@ -56,16 +56,6 @@ def _apart(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(t.view_as(t) if t is not None and t.requires_grad else t for t in tensors)
 
 
-class _Saved:
-    """A context whose saved tensors are already unpacked: unpacking may run code that autograd must record."""
-
-    def __init__(self, ctx: Any) -> None:
-        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ctx, name)
-
-
 def _gradients(y: Tensor, tensors: Sequence[Tensor | None], grad: Tensor) -> list[Tensor | None]:
     """Differentiable gradients of y, aligned with ``tensors``."""
     present = [t for t in tensors if t is not None and t.requires_grad]
@@ -95,9 +85,9 @@ def _make_function(
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             return differentiable(ctx, *grads)
-        saved = _Saved(ctx)  # a checkpoint computes them again here
+        saved = ctx.saved_tensors  # not below autograd: unpacking may run code that it must record (a checkpoint's)
         with _BelowAutograd():
-            return backward_formula(saved, *grads)
+            return backward_formula(ctx, saved, *grads)
 
     return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply  # type: ignore[attr-defined]
 

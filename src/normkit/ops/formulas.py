@@ -1,8 +1,8 @@
 """Gradients of the operators, for eager autograd and for compiled and exported graphs.
 
-One pair of functions a family: `setup` keeps what the backward needs, `backward` calls the backward operator. Eager
-autograd wraps them in an old-style Function (the fastest there is); `library` registers them on the operators that
-compiled and exported graphs hold. Second order goes through the plain form of `references`.
+One pair of functions a family: `setup` keeps what the backward needs, `backward` takes the saved tensors and calls the
+backward operator. Eager autograd wraps them in an old-style Function (the fastest there is); `library` registers them
+on the operators that compiled and exported graphs hold. Second order goes through the plain form of `references`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _row_grads(
 ) -> tuple[Any, ...]:
     """(dx, dweight, dbias) by the backward operator. (Checkpointing lets saved tensors be read only once.)"""
     x, weight, bias, *statistics = saved
-    operator = _ops.rms_norm_backward if len(statistics) == 1 else _ops.layer_norm_backward
+    operator = _ops.rms_norm_backward.default if len(statistics) == 1 else _ops.layer_norm_backward.default
     want_weight = needs[1] and weight is not None
     want_bias = needs[2] and bias is not None
     dx, dweight, dbias = operator(
@@ -53,11 +53,11 @@ def _row_grads(
     return dx, dweight if want_weight else None, dbias if want_bias else None
 
 
-def _row_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
+def _row_backward(ctx: Any, saved: Sequence[Any], grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
     rest = (None,) * 5
     if grad is None:
         return None, None, None, *rest
-    return *_row_grads(ctx, grad, ctx.saved_tensors, None, ctx.needs_input_grad), *rest
+    return *_row_grads(ctx, grad, saved, None, ctx.needs_input_grad), *rest
 
 
 def _add_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
@@ -69,10 +69,9 @@ def _add_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> N
 
 
 def _add_backward(
-    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *statistics: Tensor | None
+    ctx: Any, saved: Sequence[Any], grad: Tensor | None, grad_sum: Tensor | None, *statistics: Tensor | None
 ) -> tuple[Any, ...]:
     rest = (None,) * 5
-    saved = ctx.saved_tensors
     total = saved[0]
     if grad is None:
         dx, dweight, dbias = grad_sum, None, None
@@ -91,14 +90,16 @@ def _gated_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) ->
     ctx.set_materialize_grads(False)
 
 
-def _gated_backward(ctx: Any, grad: Tensor | None, rstd_grad: Tensor | None = None) -> tuple[Any, ...]:
+def _gated_backward(
+    ctx: Any, saved: Sequence[Any], grad: Tensor | None, rstd_grad: Tensor | None = None
+) -> tuple[Any, ...]:
     rest = (None,) * 6
     if grad is None:
         return None, None, None, *rest
-    x, gate, weight, rstd = ctx.saved_tensors
+    x, gate, weight, rstd = saved
     eps, weight_offset, gain_in_input, _, silu, gate_before = ctx.options
     want_weight = ctx.needs_input_grad[2] and weight is not None
-    dx, dgate, dweight = _ops.gated_rms_norm_backward(
+    dx, dgate, dweight = _ops.gated_rms_norm_backward.default(
         grad, x, gate, weight, rstd, eps, weight_offset, gain_in_input, silu, gate_before, want_weight
     )
     return dx, dgate, dweight if want_weight else None, *rest
@@ -126,12 +127,12 @@ def _group_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) ->
     ctx.set_materialize_grads(False)
 
 
-def _group_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
+def _group_backward(ctx: Any, saved: Sequence[Any], grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 5
-    x, weight, bias, mean, variance = ctx.saved_tensors
+    x, weight, bias, mean, variance = saved
     wants = _affine_needs(ctx, 1, weight, bias)
-    grads = _ops.group_norm_backward(grad, x, weight, mean, variance, ctx.groups, ctx.eps, *wants)
+    grads = _ops.group_norm_backward.default(grad, x, weight, mean, variance, ctx.groups, ctx.eps, *wants)
     return *_wanted(grads, *wants), None, None
 
 
@@ -141,12 +142,14 @@ def _batch_train_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ..
     ctx.set_materialize_grads(False)
 
 
-def _batch_train_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
+def _batch_train_backward(
+    ctx: Any, saved: Sequence[Any], grad: Tensor | None, *statistics: Tensor | None
+) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 5
-    x, weight, bias, mask, mean, variance, count = ctx.saved_tensors
+    x, weight, bias, mask, mean, variance, count = saved
     wants = _affine_needs(ctx, 1, weight, bias)
-    grads = _ops.batch_norm_backward(grad, x, weight, mean, variance, count, mask, ctx.eps, *wants)
+    grads = _ops.batch_norm_backward.default(grad, x, weight, mean, variance, count, mask, ctx.eps, *wants)
     return *_wanted(grads, *wants), None, None
 
 
@@ -155,10 +158,10 @@ def _batch_frozen_setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None
     ctx.save_for_backward(x, mean, variance, weight, bias, mask)
 
 
-def _batch_frozen_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, mean, variance, weight, bias, mask = ctx.saved_tensors
+def _batch_frozen_backward(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
+    x, mean, variance, weight, bias, mask = saved
     wants = _affine_needs(ctx, 3, weight, bias)
-    grads = _ops.batch_norm_backward(grad, x, weight, mean, variance, None, mask, ctx.eps, *wants)
+    grads = _ops.batch_norm_backward.default(grad, x, weight, mean, variance, None, mask, ctx.eps, *wants)
     dx, dweight, dbias = _wanted(grads, *wants)
     return dx, None, None, dweight, dbias, None, None
 
@@ -169,12 +172,14 @@ def _channel_layer_setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _channel_layer_backward(ctx: Any, grad: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
+def _channel_layer_backward(
+    ctx: Any, saved: Sequence[Any], grad: Tensor | None, *statistics: Tensor | None
+) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 4
-    x, weight, bias, mean, rstd = ctx.saved_tensors
+    x, weight, bias, mean, rstd = saved
     wants = _affine_needs(ctx, 1, weight, bias)
-    grads = _ops.channel_layer_norm_backward(grad, x, weight, mean, rstd, ctx.eps, *wants)
+    grads = _ops.channel_layer_norm_backward.default(grad, x, weight, mean, rstd, ctx.eps, *wants)
     return *_wanted(grads, *wants), None
 
 
@@ -208,9 +213,9 @@ def _save_all(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _saved_all(ctx: Any) -> list[Any]:
+def _saved_all(ctx: Any, saved: Sequence[Any]) -> list[Any]:
     values = list(ctx.others)
-    for i, tensor in zip(ctx.tensor_at, ctx.saved_tensors, strict=True):
+    for i, tensor in zip(ctx.tensor_at, saved, strict=True):
         values[i] = tensor
     return values
 
@@ -223,8 +228,10 @@ def _bias_like(dtype: torch.dtype | None, shape: torch.Size, x: Tensor) -> Tenso
 def _row_second(centered: bool) -> Callable[..., tuple[Any, ...]]:
     plain = ref.layer_norm_reference if centered else ref.rms_norm_reference
 
-    def backward(ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None) -> tuple[Any, ...]:
-        grad, x, weight, *rest = _saved_all(ctx)
+    def backward(
+        ctx: Any, saved: Sequence[Any], ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None
+    ) -> tuple[Any, ...]:
+        grad, x, weight, *rest = _saved_all(ctx, saved)
         eps, weight_offset, gain_in_input, _, want_weight, bias_dtype = rest[2 if centered else 1 :]
         bias = _bias_like(bias_dtype, x.shape[-1:] if weight is None else weight.shape, x)
         wanted = (ddx, ddweight if want_weight else None, None if bias is None else ddbias)
@@ -237,8 +244,10 @@ def _row_second(centered: bool) -> Callable[..., tuple[Any, ...]]:
     return backward
 
 
-def _gated_second(ctx: Any, ddx: Tensor | None, ddgate: Tensor | None, ddweight: Tensor | None) -> tuple[Any, ...]:
-    grad, x, gate, weight, _, eps, weight_offset, gain_in_input, silu, before, want_weight = _saved_all(ctx)
+def _gated_second(
+    ctx: Any, saved: Sequence[Any], ddx: Tensor | None, ddgate: Tensor | None, ddweight: Tensor | None
+) -> tuple[Any, ...]:
+    grad, x, gate, weight, _, eps, weight_offset, gain_in_input, silu, before, want_weight = _saved_all(ctx, saved)
     dg, dx, dgate, dweight = _second_order(
         lambda x, z, w: ref.gated_rms_norm_reference(x, z, w, eps, weight_offset, gain_in_input, False, silu, before),
         (x, gate, weight),
@@ -248,8 +257,10 @@ def _gated_second(ctx: Any, ddx: Tensor | None, ddgate: Tensor | None, ddweight:
     return dg, dx, dgate, dweight, *(None,) * 7
 
 
-def _group_second(ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None) -> tuple[Any, ...]:
-    grad, x, weight, _, _, groups, eps, want_weight, bias_dtype = _saved_all(ctx)
+def _group_second(
+    ctx: Any, saved: Sequence[Any], ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None
+) -> tuple[Any, ...]:
+    grad, x, weight, _, _, groups, eps, want_weight, bias_dtype = _saved_all(ctx, saved)
     bias = _bias_like(bias_dtype, x.shape[1:2], x)
     wanted = (ddx, ddweight if want_weight else None, None if bias is None else ddbias)
     dg, dx, dweight, _ = _second_order(
@@ -258,8 +269,10 @@ def _group_second(ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias:
     return dg, dx, dweight, *(None,) * 6
 
 
-def _batch_second(ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None) -> tuple[Any, ...]:
-    grad, x, weight, mean, variance, count, mask, eps, want_weight, bias_dtype = _saved_all(ctx)
+def _batch_second(
+    ctx: Any, saved: Sequence[Any], ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None
+) -> tuple[Any, ...]:
+    grad, x, weight, mean, variance, count, mask, eps, want_weight, bias_dtype = _saved_all(ctx, saved)
     bias = _bias_like(bias_dtype, x.shape[1:2], x)
     wanted = (ddx, ddweight if want_weight else None, None if bias is None else ddbias)
 
@@ -273,9 +286,9 @@ def _batch_second(ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias:
 
 
 def _channel_layer_second(
-    ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None
+    ctx: Any, saved: Sequence[Any], ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None
 ) -> tuple[Any, ...]:
-    grad, x, weight, _, _, eps, want_weight, bias_dtype = _saved_all(ctx)
+    grad, x, weight, _, _, eps, want_weight, bias_dtype = _saved_all(ctx, saved)
     bias = _bias_like(bias_dtype, x.shape[1:2], x)
     wanted = (ddx, ddweight if want_weight else None, None if bias is None else ddbias)
     dg, dx, dweight, _ = _second_order(

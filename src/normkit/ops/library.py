@@ -194,7 +194,7 @@ def _register() -> None:
     for name, fake in OPERATORS.items():
         torch.library.register_fake(f"normkit::{name}", _on_one_device(fake))
     for name, (setup, backward) in formulas.GRADIENTS.items():
-        torch.library.register_autograd(f"normkit::{name}", backward, setup_context=_marking(name, setup))
+        torch.library.register_autograd(f"normkit::{name}", _unpacking(backward), setup_context=_marking(name, setup))
 
 
 def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,6 +206,10 @@ def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
         return fake(*args)
 
     return run
+
+
+def _unpacking(backward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda ctx, *grads: backward(ctx, ctx.saved_tensors, *grads)
 
 
 def _marking(name: str, setup: Callable[..., None]) -> Callable[..., None]:

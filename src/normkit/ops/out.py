@@ -64,4 +64,16 @@ gated_rms_norm_out = _make_out(rows.gated_rms_norm, "out")
 group_norm_out = _make_out(channels.group_norm, "out")
 batch_norm_out = _make_out(channels.batch_norm, "out")
 batch_norm_train_out = _make_out(channels.batch_norm_train, "out", "mean", "variance", "count")
-channel_layer_norm_out = _make_out(channels.channel_layer_norm, "out")
+_contiguous_channel_layer_norm_out = _make_out(channels.channel_layer_norm, "out")
+
+
+def channel_layer_norm_out(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, out: Tensor
+) -> Tensor:
+    """`channel_layer_norm` into ``out``."""
+    if not x.is_contiguous() and x.dim() > 1 and out.dim() == x.dim():
+        rows, target = x.movedim(1, -1), out.movedim(1, -1)
+        if rows.is_contiguous() and target.is_contiguous():  # channels-last: rows of features already
+            layer_norm_out(rows, weight, bias, eps, out=target)
+            return out
+    return _contiguous_channel_layer_norm_out(x, weight, bias, eps, out=out)

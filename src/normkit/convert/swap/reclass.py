@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.convert.swap.plan import HALF, Plan
-from normkit.functional.evaluate import compute_row
+from normkit.functional import short
 
 _PLAN = "__normkit_plan__"
 _ADD = "__normkit_add__"
@@ -168,7 +168,7 @@ def _row(plan: Plan) -> Callable[[Any, Tensor], Tensor | None] | None:
         bias = None if bias_name is None else getattr(module, bias_name)
         if weight is None or not (like_input or weight.dtype == x.dtype) or (bias is None) != (bias_name is None):
             return None
-        return compute_row(centered, x, weight, bias, eps, offset, rounding)
+        return short.row(centered, x, weight, bias, eps, offset, rounding)
 
     return run
 
