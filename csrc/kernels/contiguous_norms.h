@@ -67,24 +67,58 @@ void group_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   }
 }
 
-// Units are channels: the statistics of one channel, then (while it is in a near cache) its output.
+// A statistic comes in steps (sum, centred sums, root) that wait for one another. Short channels take each step for
+// several of them before the next one begins, as rows do. How many: what stays in the first cache.
+constexpr int64_t kChannelsAtOnce = 8;
+NORMKIT_INLINE int64_t channels_at_once(const Volume& v) {
+  const int64_t fit = kElementsTogether / larger(1, v.samples * v.space);
+  return fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
+}
+
+template <class X, bool Masked>
+NORMKIT_INLINE void moments_of_channels(const ChannelsForward& a, int64_t first, int64_t count, Moments* m) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, stride = a.shape.channels * space;
+  const X* x = static_cast<const X*>(a.x) + first * space;
+  if (Masked || count < 2) {
+    for (int64_t k = 0; k < count; ++k)
+      strided_moments<X, Masked>(x + k * space, a.mask, a.shape.samples, stride, space, m[k]);
+    return;
+  }
+  A high[kChannelsAtOnce];
+  for (int64_t k = 0; k < count; ++k) {
+    const Pieces<X> pieces{x + k * space, a.shape.samples, stride, space};
+    high[k] = A(sum_of(pieces) / pieces.count());
+  }
+  for (int64_t k = 0; k < count; ++k)
+    merge_pieces(Pieces<X>{x + k * space, a.shape.samples, stride, space}, high[k], m[k]);
+}
+
+// Units are channels: the statistics of some channels, then (while they are in a near cache) their output.
 template <class X, bool Masked>
 void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
-  const int64_t space = a.shape.space, stride = a.shape.channels * space;
-  for (int64_t c = begin; c < end; ++c) {
-    const X* x = static_cast<const X*>(a.x) + c * space;
-    X* y = static_cast<X*>(a.y) + c * space;
-    Moments m;
-    strided_moments<X, Masked>(x, a.mask, a.shape.samples, stride, space, m);
-    const double variance = m.count > 0 ? m.squares / m.count : 0;
-    a.mean[c] = m.mean;
-    a.variance[c] = variance;
-    if (a.count) *a.count = m.count;  // every channel has the same
-    const SegmentCoefficients<A> k{statistic_of<A>(m.mean, variance, a.eps), static_cast<const A*>(a.gain)[c],
-                                   static_cast<const A*>(a.bias)[c]};
-    for (int64_t i = 0; i < a.shape.samples; ++i)
-      normalize_segment<X, Masked>(x + i * stride, y + i * stride, Masked ? a.mask + i * space : nullptr, space, k);
+  const int64_t space = a.shape.space, stride = a.shape.channels * space, at_once = channels_at_once(a.shape);
+  for (int64_t first = begin; first < end; first += at_once) {
+    const int64_t count = smaller(at_once, end - first);
+    Moments m[kChannelsAtOnce];
+    SegmentCoefficients<A> k[kChannelsAtOnce];
+    moments_of_channels<X, Masked>(a, first, count, m);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t c = first + i;
+      const double variance = m[i].count > 0 ? m[i].squares / m[i].count : 0;
+      a.mean[c] = m[i].mean;
+      a.variance[c] = variance;
+      k[i] = {statistic_of<A>(m[i].mean, variance, a.eps), static_cast<const A*>(a.gain)[c],
+              static_cast<const A*>(a.bias)[c]};
+    }
+    if (a.count) *a.count = m[0].count;  // every channel has the same
+    for (int64_t s = 0; s < a.shape.samples; ++s)
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = s * stride + (first + i) * space;
+        normalize_segment<X, Masked>(static_cast<const X*>(a.x) + at, static_cast<X*>(a.y) + at,
+                                     Masked ? a.mask + s * space : nullptr, space, k[i]);
+      }
   }
 }
 

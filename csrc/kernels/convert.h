@@ -14,17 +14,29 @@ NORMKIT_INLINE VecF::Native float_of(U32 v) { return (VecF::Native)v; }
 
 // ---- bfloat16: the upper half of a float ----
 
-NORMKIT_INLINE VecF::Native widen(U16 h, bfloat16) { return float_of(__builtin_convertvector(h, U32) << 16); }
+// (GCC 12 takes five instructions for the widening that is one.)
+#if defined(__AVX512F__)
+NORMKIT_INLINE U32 zero_extended(U16 h) { return (U32)_mm512_cvtepu16_epi32((__m256i)h); }
+#elif defined(__AVX2__)
+NORMKIT_INLINE U32 zero_extended(U16 h) { return (U32)_mm256_cvtepu16_epi32((__m128i)h); }
+#else
+NORMKIT_INLINE U32 zero_extended(U16 h) { return __builtin_convertvector(h, U32); }
+#endif
+
+NORMKIT_INLINE VecF::Native widen(U16 h, bfloat16) { return float_of(zero_extended(h) << 16); }
+
+// The upper halves hold the rounded value; a NaN stays one, made quiet.
+NORMKIT_INLINE U32 rounded_to_upper_half(VecF::Native v) {
+  const U32 u = bits_of(v);
+  return (v != v) ? (u | 0x400000u) : (u + 0x7fffu + ((u >> 16) & 1u));
+}
 
 NORMKIT_INLINE U16 narrow(VecF::Native v, bfloat16) {
 #if defined(__AVX512BF16__)
   // Rounds to nearest even like the integer form, but takes subnormal floats (below 1.2e-38) for zero.
   return (U16)_mm512_cvtneps_pbh((__m512)v);
 #else
-  const U32 u = bits_of(v);
-  const U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const U32 nan = (u >> 16) | 0x40u;
-  return __builtin_convertvector((v != v) ? nan : rounded, U16);
+  return __builtin_convertvector(rounded_to_upper_half(v) >> 16, U16);
 #endif
 }
 
@@ -97,8 +109,30 @@ NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
     NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) r.part[i] = widen(narrow(v.part[i], T{}), T{}); \
     return r;                                                                \
   }
-NORMKIT_HALF(bfloat16)
 NORMKIT_HALF(float16)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Both registers by one packing.
+NORMKIT_INLINE __m256i packed(const VecF& v) {
+  const __m256i halves = _mm256_packus_epi32((__m256i)(rounded_to_upper_half(v.part[0]) >> 16),
+                                             (__m256i)(rounded_to_upper_half(v.part[1]) >> 16));
+  return _mm256_permute4x64_epi64(halves, 0xd8);
+}
+NORMKIT_INLINE VecF load(const bfloat16* p, Full) {
+  VecF r;
+  r.part[0] = (VecF::Native)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+  r.part[1] = (VecF::Native)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1)), 16);
+  return r;
+}
+NORMKIT_INLINE void store(bfloat16* p, const VecF& v, Full) { _mm256_storeu_si256((__m256i*)p, packed(v)); }
+NORMKIT_INLINE VecF round_to(const VecF& v, bfloat16) {
+  VecF r;
+  NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i)
+    r.part[i] = float_of(rounded_to_upper_half(v.part[i]) & 0xffff0000u);
+  return r;
+}
+#else
+NORMKIT_HALF(bfloat16)
+#endif
 #undef NORMKIT_HALF
 
 // One register's worth.
@@ -223,10 +257,12 @@ NORMKIT_INLINE void stream(T* p, const Vec<compute_t<T>>& v) {
   else
     _mm512_stream_si512((__m512i*)p, (__m512i)v.part[0]);
 #elif defined(__AVX__)
-  NORMKIT_UNROLL for (int i = 0; i < Vec<compute_t<T>>::kParts; ++i) {
-    if constexpr (sizeof(T) == 2)
-      _mm_stream_si128((__m128i*)p + i, (__m128i)narrow(v.part[i], T{}));
-    else
+  if constexpr (sizeof(T) == 2) {
+    alignas(32) T halves[Vec<compute_t<T>>::kLanes];
+    store(halves, v, Full{});
+    _mm256_stream_si256((__m256i*)p, _mm256_load_si256((const __m256i*)halves));
+  } else {
+    NORMKIT_UNROLL for (int i = 0; i < Vec<T>::kParts; ++i)
       _mm256_stream_si256((__m256i*)p + i, (__m256i)v.part[i]);
   }
 #elif defined(__SSE2__)

@@ -104,12 +104,49 @@ NORMKIT_INLINE void segment_moments(const X* x, const uint8_t* mask, int64_t n, 
   }
 }
 
-// The same for `segments` pieces of n contiguous elements, `stride` apart: short ones are taken together, as many as stay
-// in a near cache.
+// ---- `segments` pieces of n contiguous elements, `stride` apart, that are summed together ----
+
+template <class X>
+struct Pieces {
+  const X* x;
+  int64_t segments, stride, n;
+  NORMKIT_INLINE double count() const { return double(segments * n); }
+};
+
+template <class X>
+NORMKIT_INLINE double sum_of(const Pieces<X>& p) {
+  using A = compute_t<X>;
+  Four<Vec<A>> sums;
+  for (int64_t i = 0; i < p.segments; ++i) {
+    const X* x = p.x + i * p.stride;
+    accumulate_more<A>(sums, p.n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(x + j, tag); });
+  }
+  return reduce(sums.total());
+}
+
+// The moments of the pieces, of which `high` is nearly the mean.
+template <class X>
+NORMKIT_INLINE void merge_pieces(const Pieces<X>& p, compute_t<X> high, Moments& into) {
+  using A = compute_t<X>;
+  Four<Pair<A>> pairs;
+  for (int64_t i = 0; i < p.segments; ++i) {
+    const X* x = p.x + i * p.stride;
+    accumulate_more<A>(pairs, p.n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+      const Vec<A> c = keep(load(x + j, tag) - Vec<A>(high), tag);
+      acc.first += c;
+      acc.second += c * c;
+    });
+  }
+  const Pair<A> both = pairs.total();
+  const double sum = reduce(both.first), squares = reduce(both.second) - sum * (sum / p.count());
+  if (is_finite(squares)) return into.merge(p.count(), high + sum / p.count(), squares < 0 ? 0 : squares);
+  for (int64_t i = 0; i < p.segments; ++i) segment_moments<X, false>(p.x + i * p.stride, nullptr, p.n, into);
+}
+
+// Segments of any number and length: short ones are taken together, as many as stay in a near cache.
 template <class X, bool Masked>
 NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t segments, int64_t stride, int64_t n,
                                     Moments& into) {
-  using A = compute_t<X>;
   const int64_t together = kElementsTogether / n;
   if (Masked || together < 2) {
     for (int64_t i = 0; i < segments; ++i)
@@ -117,30 +154,8 @@ NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t seg
     return;
   }
   for (int64_t first = 0; first < segments; first += together) {
-    const int64_t last = smaller(first + together, segments);
-    const double count = double((last - first) * n);
-    Four<Vec<A>> sums;
-    for (int64_t i = first; i < last; ++i) {
-      const X* p = x + i * stride;
-      accumulate_more<A>(sums, n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(p + j, tag); });
-    }
-    const A high = A(reduce(sums.total()) / count);
-    Four<Pair<A>> pairs;
-    for (int64_t i = first; i < last; ++i) {
-      const X* p = x + i * stride;
-      accumulate_more<A>(pairs, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
-        const Vec<A> c = keep(load(p + j, tag) - Vec<A>(high), tag);
-        acc.first += c;
-        acc.second += c * c;
-      });
-    }
-    const Pair<A> both = pairs.total();
-    const double sum = reduce(both.first), squares = reduce(both.second) - sum * (sum / count);
-    if (is_finite(squares)) {
-      into.merge(count, high + sum / count, squares < 0 ? 0 : squares);
-      continue;
-    }
-    for (int64_t i = first; i < last; ++i) segment_moments<X, false>(x + i * stride, nullptr, n, into);
+    const Pieces<X> pieces{x + first * stride, smaller(together, segments - first), stride, n};
+    merge_pieces(pieces, compute_t<X>(sum_of(pieces) / pieces.count()), into);
   }
 }
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from normkit.ops import channels, rows
 from normkit.ops.autograd import native
+from normkit.ops.extension import LOADED
 
-_bump: Callable[[Tensor], None] = torch.autograd.graph.increment_version
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_bump: Callable[[Iterable[Tensor]], None] = torch.autograd.graph.increment_version  # type: ignore[assignment]
 _compiling = torch.compiler.is_compiling
 
 
@@ -26,30 +28,33 @@ def _make_out(entry: Callable[..., Any], *outputs: str) -> Callable[..., Any]:
     defaults = tuple(p.default for p in parameters.values() if p.name != "dtype")
     takes_dtype = "dtype" in parameters
 
+    kernel = getattr(torch.ops.normkit, operator).default._op if LOADED else None
+    wanted = frozenset(outputs)
+
     def write(*args: Any, **given: Tensor) -> Any:
-        if set(given) != set(outputs):
+        if given.keys() != wanted:
             raise TypeError(f"{operator} takes {', '.join(f'{o}=' for o in outputs)} by keyword; got {sorted(given)}")
-        targets = [given[o] for o in outputs]
+        targets = tuple(given[o] for o in outputs)
         args += defaults[len(args) :]
-        with torch.no_grad():
-            done = False
-            if native(args[0]):
-                try:
+        if kernel is not None and native(args[0]):
+            try:
+                if _compiling():
                     getattr(torch.ops.normkit, operator).default(*args, *targets)
-                    done = True
-                except RuntimeError:
-                    if _compiling():
-                        raise
-            if not done:
-                results = entry(*args, targets[0].dtype) if takes_dtype else entry(*args)
-                for target, result in zip(targets, results if isinstance(results, tuple) else (results,), strict=True):
-                    if target.shape != result.shape:
-                        raise ValueError(f"out has shape {tuple(target.shape)}; the result has {tuple(result.shape)}")
-                    target.copy_(result)
-            elif not _compiling():
-                for target in targets:
-                    _bump(target)  # a stable-ABI operator does not do it
-        return targets[0] if len(targets) == 1 else tuple(targets)
+                else:
+                    with _BelowAutograd():  # nothing is recorded; cheaper than no_grad
+                        kernel(*args, *targets)
+                    _bump(targets)  # a stable-ABI operator does not do it
+                return targets[0] if len(targets) == 1 else targets
+            except RuntimeError:
+                if _compiling():
+                    raise
+        with torch.no_grad():
+            results = entry(*args, targets[0].dtype) if takes_dtype else entry(*args)
+            for target, result in zip(targets, results if isinstance(results, tuple) else (results,), strict=True):
+                if target.shape != result.shape:
+                    raise ValueError(f"out has shape {tuple(target.shape)}; the result has {tuple(result.shape)}")
+                target.copy_(result)
+        return targets[0] if len(targets) == 1 else targets
 
     write.__name__ = write.__qualname__ = operator
     write.__doc__ = f"`{name}` into {' and '.join(f'``{o}``' for o in outputs)}."
