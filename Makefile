@@ -39,8 +39,7 @@ bench: .venv/.installed ## the whole grid; BENCH="--norms layer_norm --threads 1
 
 fuzz: .venv/.installed ## the kernels on random cases under sanitizers; FUZZ_SECONDS=600 for each instruction set
 	$(BIN)/cmake -S csrc/tests -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) > /dev/null
-	$(BIN)/cmake --build build/fuzz
-	$(BIN)/python benchmarks/fuzz.py build/fuzz $(FUZZ_SECONDS)
+	$(BIN)/python benchmarks/fuzz.py build/fuzz $(FUZZ_SECONDS) $(BIN)/cmake
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -78,18 +78,37 @@ def row(
     weight_offset: float,
     rounding: str,
 ) -> Tensor | None:
-    """LayerNorm or RMSNorm over the last dim. An eps of None is the machine epsilon of the compute dtype."""
-    if weight is None or weight.dim() != 1 or not _ordinary(x) or not weight.is_cpu or _elsewhere(bias):
+    """LayerNorm or RMSNorm over the last dim. An eps of None is the machine epsilon of the compute dtype.
+
+    (Written without calls of the functions here: decoding is one row at a time, and each call shows.)
+    """
+    if (
+        not _LOADED
+        or _compiling()
+        or type(x) is not Tensor
+        or weight is None
+        or weight.dim() != 1
+        or not (weight_offset == 0 or weight_offset == 1)
+        or not x.is_cpu
+        or not weight.is_cpu
+        or (bias is not None and not bias.is_cpu)
+        or not x.numel()
+        or _modes()
+        or _functorch()
+        or forward_ad._current_level >= 0
+    ):
         return None
     if type(eps) is not float:
         if eps is not None or centered:
             return None
         eps = _EPS64 if x.dtype == torch.float64 else _EPS32
+    elif not 0 < eps < inf:
+        return None
     before = rounding == "before_gain"
-    if not _takes(eps, weight_offset, rounding, before, bias):
+    if bias is not None if before else rounding != "after_gain":  # no kernel rounds before a gain that a bias follows
         return None
     try:
-        if _recorded(x, weight, bias):
+        if _grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             recorded = autograd.layer_norm_function if centered else autograd.rms_norm_function
             return recorded(x, weight, bias, eps, weight_offset, False, before, None)
         return (_layer_norm if centered else _rms_norm)(x, weight, bias, eps, weight_offset, False, before, None)
@@ -98,7 +117,6 @@ def row(
 
 
 def _takes(eps: float, weight_offset: float, rounding: str, before: bool, bias: Tensor | None) -> bool:
-    # No kernel rounds before a gain that a bias follows.
     return 0 < eps < inf and weight_offset in (0, 1) and (bias is None if before else rounding == "after_gain")
 
 
