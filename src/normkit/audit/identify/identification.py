@@ -204,9 +204,8 @@ def _describe(probe: Probe, shape: tuple[int, ...]) -> Identification:
         finally:
             probe.reset()
     probe.second_value = probe.random(shape) if probe.second is not None else 0.0
-    why = norm_like(probe, probe, shape)
+    why = norm_like(probe, probe, shape) if statistic is None else "no NormSpec says what it computes"
     if why is not None:
-        why = why if statistic is None else "no NormSpec says what it computes"
         return Identification(
             kind="other", spec=None, reason=_sentence(f"{why}; {refusal}"), input=probe.x_key, statistic=statistic
         )
