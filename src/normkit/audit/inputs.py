@@ -40,15 +40,15 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
     Raises:
         InputError: the model has no input that is known here.
     """
-    parameters = inspect.signature(model.forward).parameters
-    main = str(getattr(model, "main_input_name", "") or next(iter(parameters), ""))
-    tries = list(_candidates(model, config, main, parameters))
-    if not tries and type(model).forward is nn.Module.forward:
+    if type(model).forward is nn.Module.forward:
         parts = ", ".join(name for name, _ in model.named_children())
         raise InputError(
             f"{type(model).__name__} has no forward of its own: audit its parts ({parts or 'it has none'}), each by a "
             "package.module:factory that returns (part, inputs)"
         )
+    parameters = inspect.signature(model.forward).parameters
+    main = str(getattr(model, "main_input_name", "") or next(iter(parameters), ""))
+    tries = list(_candidates(model, config, main, parameters))
     if not tries:
         raise InputError(
             f"no guess for the inputs of {type(model).__name__} (forward takes {', '.join(parameters) or 'nothing'}); "
