@@ -34,7 +34,9 @@ class Scores:
             return False
         if not ahead.scaled and all(self._scores(mix, value) for mix, value in ahead.mixes):
             return True
-        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes) or self._contracts(vertex)
+        met = any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes)
+        mapped = any(len(self.flow.actives(mix)) == 1 for mix, _ in ahead.mixes)  # what a learned map takes too
+        return (met and not mapped) or self._contracts(vertex)
 
     def _contracts(self, vertex: int) -> bool:
         """Whether a norm's output is multiplied elementwise by its counterpart's, as queries and keys are.
