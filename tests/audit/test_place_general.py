@@ -151,3 +151,46 @@ def test_norms_between_two_stages_are_not_the_head() -> None:
     found = places(nn.Sequential(Pre(), Downsampling(), Pre(), nn.LayerNorm(D)), torch.randn(2, 6, D))
     assert "head" not in found.values()
     assert found["1.of_q"] == "qk"
+
+
+class Proposals(nn.Module):
+    """Tokens are compared with normalized words; what is made of the best ones guides a decoder's queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.words = nn.Sequential(Pre(), Pre(), nn.LayerNorm(D)), nn.LayerNorm(D)
+        self.text, self.proposal, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
+        self.box, self.start, self.decoder = nn.Linear(D, D), nn.Parameter(torch.randn(3, D)), nn.ModuleList(
+            [Guided(), Guided()]
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        memory, words = self.encoder(x), self.words(self.text(words))
+        tokens = self.norm(self.proposal(memory))
+        logits = tokens @ words.transpose(1, 2)
+        best = logits.amax(-1).topk(3, -1).indices[..., None].expand(-1, -1, D)
+        places = self.box(tokens).gather(1, best)
+        queries = self.start.expand(x.shape[0], -1, -1)
+        for layer in self.decoder:
+            queries = layer(queries, places, memory)
+        return queries, logits
+
+
+class Guided(nn.Module):
+    """Post-norm attention to a memory, with places added to its queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor, places: Tensor, memory: Tensor) -> Tensor:
+        scores = self.q(x + places) @ self.k(memory).transpose(1, 2)
+        return self.norm(x + self.o(scores.softmax(-1) @ self.v(memory)))
+
+
+def test_a_norm_before_heads_that_compare_and_choose_is_a_heads() -> None:
+    found = places(Proposals(), torch.randn(2, 7, D), torch.randn(2, 4, D))
+    assert found["norm"] == "head"
+    assert {found[f"decoder.{n}.norm"] for n in range(2)} == {"post"}
+    assert found["encoder.0.norm"] == "pre"
