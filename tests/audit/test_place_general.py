@@ -194,3 +194,31 @@ def test_a_norm_before_heads_that_compare_and_choose_is_a_heads() -> None:
     assert found["norm"] == "head"
     assert {found[f"decoder.{n}.norm"] for n in range(2)} == {"post"}
     assert found["encoder.0.norm"] == "pre"
+
+
+class Pyramid(nn.Module):
+    """Two stages of pre-norm blocks; a map of what the first one gives joins what is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(Pre(), Pre()), nn.Sequential(Pre(), Pre())
+        self.merge, self.ends = nn.Linear(2 * D, D), nn.ModuleList([nn.LayerNorm(D), nn.LayerNorm(D)])
+        self.top, self.top_norm = nn.Conv2d(D, D, 3, padding=1), nn.GroupNorm(4, D)
+        self.lateral, self.lateral_norm = nn.Conv2d(D, D, 1), nn.GroupNorm(4, D)
+        self.out, self.out_norm = nn.Conv2d(D, D, 3, padding=1), nn.GroupNorm(4, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = self.first(x)
+        coarse = self.second(self.merge(fine.reshape(x.shape[0], -1, 2 * D)))
+        fine = self.ends[0](fine).transpose(1, 2).reshape(-1, D, 4, 8)
+        coarse = self.ends[1](coarse).transpose(1, 2).reshape(-1, D, 4, 4)
+        y = self.top_norm(self.top(coarse)).relu()
+        y = F.interpolate(y, scale_factor=(1, 2)) + self.lateral_norm(self.lateral(fine))
+        return self.out_norm(self.out(y)).relu()
+
+
+def test_a_projection_around_a_stack_is_a_lateral_connection() -> None:
+    found = places(Pyramid(), torch.randn(2, 32, D))
+    assert {found[f"{stage}.{n}.norm"] for stage in ("first", "second") for n in range(2)} == {"pre"}
+    assert found["ends.0"] == found["ends.1"] == "final"
+    assert found["top_norm"] == found["lateral_norm"] == found["out_norm"] == "conv"
