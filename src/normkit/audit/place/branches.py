@@ -187,7 +187,7 @@ def _is_shifted(flow: Flow, value: int) -> bool:
     for vertex in _carriers(flow, value):
         others = [v for v in flow.inputs[vertex] if v != flow.data[vertex]]
         single = [v for v in others if all(size == 1 for size in flow.trace.values[v].shape)]
-        if flow.names[vertex] == "add" and any(_is_learned(flow, v) for v in single):
+        if flow.names[vertex] == "add" and any(flow.is_learned(v) for v in single):
             return True
     return False
 
@@ -211,7 +211,7 @@ def _multiplier(flow: Flow, vertex: int) -> tuple[float, str | None]:
     if isinstance(other, Ref):
         value = flow.trace.values[other.value]
         leaf = flow.trace.leaves.get(other.value)
-        if _is_learned(flow, other.value):
+        if flow.is_learned(other.value):
             return 1.0, "scalar" if all(size == 1 for size in value.shape) else "vector"
         if leaf is not None and leaf.numel() == 1 and not leaf.is_meta:
             constant = float(leaf)
@@ -220,18 +220,6 @@ def _multiplier(flow: Flow, vertex: int) -> tuple[float, str | None]:
     if constant is None:
         return 1.0, None
     return (1 / constant if flow.names[vertex] == "div" and constant else constant), None
-
-
-def _is_learned(flow: Flow, value: int) -> bool:
-    """Whether a factor is a parameter, possibly reshaped or cast."""
-    for _ in range(8):
-        found = flow.trace.values[value]
-        if found.origin == "parameter":
-            return True
-        if found.producer < 0 or not flow.inputs[found.producer]:
-            return False
-        value = flow.inputs[found.producer][0]
-    return False
 
 
 def _gain(flow: Flow, vertex: int) -> float:
