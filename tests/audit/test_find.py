@@ -90,7 +90,7 @@ def test_a_norm_written_inline_with_the_blocks_own_parameters(
         lambda m, x: x.exp() / x.exp().sum(-1, keepdim=True),
         lambda m, x: x - x.mean(-1, keepdim=True),
         lambda m, x: x * torch.sigmoid(x) / torch.sigmoid(x).sum(-1, keepdim=True),
-        lambda m, x: x / x.abs().sum(-1, keepdim=True),
+        lambda m, x: x / x.sum(-1, keepdim=True),
     ],
 )
 def test_what_divides_by_a_sum_is_no_norm(written: Written) -> None:

@@ -145,3 +145,123 @@ def test_no_guess_is_said_with_what_to_give() -> None:
 
     with pytest.raises(InputError, match=r"no guess for the inputs of Odd .*--inputs"):
         guess_inputs(Odd(), SimpleNamespace())
+
+
+class Parts(nn.Module):
+    """Only its parts are ever called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse, self.fine = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def test_a_model_without_a_forward_names_its_parts() -> None:
+    with pytest.raises(InputError, match=r"Parts has no forward of its own: audit its parts \(coarse, fine\)"):
+        guess_inputs(Parts(), SimpleNamespace(vocab_size=50))
+
+
+class Codebooks(nn.Module):
+    """A decoder that takes a row of tokens for each codebook of each sample."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
+        """Args:
+        decoder_input_ids (`torch.LongTensor` of shape `(batch_size * num_codebooks, target_sequence_length)`):
+            Codes.
+        """
+        assert decoder_input_ids is not None
+        return decoder_input_ids.reshape(input_ids.shape[0], 4, -1).sum()
+
+
+def test_a_decoder_of_several_codebooks_gets_a_row_for_each() -> None:
+    config = SimpleNamespace(vocab_size=50, is_encoder_decoder=True, decoder=SimpleNamespace(num_codebooks=4))
+    given = guess_inputs(Codebooks(), config)
+    assert given["decoder_input_ids"].shape[0] == 4 * BATCH
+    assert runs(Codebooks(), given)
+
+
+class Places(nn.Module):
+    """Features of an image replace the tokens that a mask names, as many as there are."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.features = nn.Embedding(50, 8), nn.Linear(16, 8)
+        self.config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=8), vision_config=SimpleNamespace())
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return self.features(pixel_values.flatten(2).transpose(1, 2)[..., :16])
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        image_embeds_position_mask: Tensor | None = None,
+    ) -> Tensor:
+        if pixel_values is None:
+            raise ValueError("You have to specify `pixel_values`")
+        words, features = self.table(input_ids), self.get_image_features(pixel_values)
+        words[image_embeds_position_mask] = features.reshape(-1, 8)
+        return words
+
+
+def test_as_many_places_as_features() -> None:
+    sizes = SimpleNamespace(image_size=4, num_channels=16)
+    config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=8, vocab_size=50), vision_config=sizes)
+    given = guess_inputs(Places(), config)
+    assert runs(Places(), given)
+    assert given["image_embeds_position_mask"].shape == given["input_ids"].shape == (BATCH, 16)
+    assert given["image_embeds_position_mask"].dtype == torch.bool
+
+
+class Never(nn.Module):
+    """Runs on nothing, but goes further with an image."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(text_config=SimpleNamespace(), vision_config=SimpleNamespace())
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+        if pixel_values is None:
+            raise ValueError("text alone means nothing")
+        raise ValueError(f"out of {(pixel_values + 1).sum()} reasons, one")
+
+
+def test_where_text_alone_does_not_run_either_the_fuller_inputs_are_kept() -> None:
+    given = guess_inputs(Never(), SimpleNamespace(vocab_size=50, image_size=8))
+    assert {"input_ids", "pixel_values"} <= given.keys()
+
+
+def test_flattened_patches_begin_with_their_places() -> None:
+    (patches,) = layouts("flattened_patches", SimpleNamespace(patch_embed_hidden_size=12))
+    assert patches.shape == (BATCH, LENGTH, 14)
+    assert patches[0, :, 0].tolist() == list(range(LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("musicgen", "MusicgenForConditionalGeneration"),  # its decoder alone is listed as a causal model
+        ("pix2struct", "Pix2StructForConditionalGeneration"),
+        ("vitpose", "VitPoseForPoseEstimation"),
+        ("llama", "LlamaForCausalLM"),
+        ("vit", "ViTForImageClassification"),
+    ],
+)
+def test_the_class_takes_the_config_itself(kind: str, found: str) -> None:
+    from normkit.audit.load import _model_class, default_config
+
+    config = default_config(kind)
+    assert _model_class(config)._model_mapping[type(config)].__name__ == found
+
+
+def test_a_backbone_that_is_cut_keeps_its_outputs() -> None:
+    from normkit.audit.load import default_config
+    from normkit.audit.shallow import shallow
+
+    whole, cut = default_config("mask2former").backbone_config, shallow("mask2former", 1).backbone_config
+    assert (cut.out_features, sum(cut.depths)) == (whole.out_features, len(whole.depths))

@@ -151,3 +151,74 @@ def test_norms_between_two_stages_are_not_the_head() -> None:
     found = places(nn.Sequential(Pre(), Downsampling(), Pre(), nn.LayerNorm(D)), torch.randn(2, 6, D))
     assert "head" not in found.values()
     assert found["1.of_q"] == "qk"
+
+
+class Proposals(nn.Module):
+    """Tokens are compared with normalized words; what is made of the best ones guides a decoder's queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.words = nn.Sequential(Pre(), Pre(), nn.LayerNorm(D)), nn.LayerNorm(D)
+        self.text, self.proposal, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
+        self.box, self.start, self.decoder = nn.Linear(D, D), nn.Parameter(torch.randn(3, D)), nn.ModuleList(
+            [Guided(), Guided()]
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        memory, words = self.encoder(x), self.words(self.text(words))
+        tokens = self.norm(self.proposal(memory))
+        logits = tokens @ words.transpose(1, 2)
+        best = logits.amax(-1).topk(3, -1).indices[..., None].expand(-1, -1, D)
+        places = self.box(tokens).gather(1, best)
+        queries = self.start.expand(x.shape[0], -1, -1)
+        for layer in self.decoder:
+            queries = layer(queries, places, memory)
+        return queries, logits
+
+
+class Guided(nn.Module):
+    """Post-norm attention to a memory, with places added to its queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor, places: Tensor, memory: Tensor) -> Tensor:
+        scores = self.q(x + places) @ self.k(memory).transpose(1, 2)
+        return self.norm(x + self.o(scores.softmax(-1) @ self.v(memory)))
+
+
+def test_a_norm_before_heads_that_compare_and_choose_is_a_heads() -> None:
+    found = places(Proposals(), torch.randn(2, 7, D), torch.randn(2, 4, D))
+    assert found["norm"] == "head"
+    assert {found[f"decoder.{n}.norm"] for n in range(2)} == {"post"}
+    assert found["encoder.0.norm"] == "pre"
+
+
+class Pyramid(nn.Module):
+    """Two stages of pre-norm blocks; a map of what the first one gives joins what is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(Pre(), Pre()), nn.Sequential(Pre(), Pre())
+        self.merge, self.ends = nn.Linear(2 * D, D), nn.ModuleList([nn.LayerNorm(D), nn.LayerNorm(D)])
+        self.top, self.top_norm = nn.Conv2d(D, D, 3, padding=1), nn.GroupNorm(4, D)
+        self.lateral, self.lateral_norm = nn.Conv2d(D, D, 1), nn.GroupNorm(4, D)
+        self.out, self.out_norm = nn.Conv2d(D, D, 3, padding=1), nn.GroupNorm(4, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = self.first(x)
+        coarse = self.second(self.merge(fine.reshape(x.shape[0], -1, 2 * D)))
+        fine = self.ends[0](fine).transpose(1, 2).reshape(-1, D, 4, 8)
+        coarse = self.ends[1](coarse).transpose(1, 2).reshape(-1, D, 4, 4)
+        y = self.top_norm(self.top(coarse)).relu()
+        y = F.interpolate(y, scale_factor=(1, 2)) + self.lateral_norm(self.lateral(fine))
+        return self.out_norm(self.out(y)).relu()
+
+
+def test_a_projection_around_a_stack_is_a_lateral_connection() -> None:
+    found = places(Pyramid(), torch.randn(2, 32, D))
+    assert {found[f"{stage}.{n}.norm"] for stage in ("first", "second") for n in range(2)} == {"pre"}
+    assert found["ends.0"] == found["ends.1"] == "final"
+    assert found["top_norm"] == found["lateral_norm"] == found["out_norm"] == "conv"

@@ -16,9 +16,7 @@ ALIKE = (
     {"pre", "parallel"},
     {"pre", "scaled"},  # the first layer's factor is 1
     {"post", "resi_dual"},
-    {"rezero", "skipinit", "fixup"},
-    {"sandwich", "normformer"},
-    {"sub", "normformer"},
+    {"rezero", "skipinit"},
 )
 
 

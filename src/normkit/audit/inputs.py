@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.audit.layouts import BATCH, LENGTH, TARGET_LENGTH, floats, layouts, patches, tokens
+from normkit.audit.layouts import BATCH, LENGTH, floats, layouts, patches, target_tokens, tokens
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
 
@@ -40,6 +40,12 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
     Raises:
         InputError: the model has no input that is known here.
     """
+    if type(model).forward is nn.Module.forward:
+        parts = ", ".join(name for name, _ in model.named_children())
+        raise InputError(
+            f"{type(model).__name__} has no forward of its own: audit its parts ({parts or 'it has none'}), each by a "
+            "package.module:factory that returns (part, inputs)"
+        )
     parameters = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "") or next(iter(parameters), ""))
     tries = list(_candidates(model, config, main, parameters))
@@ -53,7 +59,9 @@ def guess_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
     alone = tries.pop() if _is_part(tries[-1], tries[0]) else None
     best = _farthest(model, tries)
     made = helped(model, config, best)  # comes back as it was only where the model does not run
-    return alone if made is best and alone is not None else made
+    if made is not best or alone is None:
+        return made
+    return _farthest(model, [best, alone])
 
 
 def helped(model: nn.Module, config: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -117,7 +125,7 @@ def complete(model: nn.Module, config: Any, given: Mapping[str, Tensor]) -> dict
     other = any(name in parameters and layouts(name, config, model) for name in given)  # it stands for the main input
     wanted = [n for n in (*(() if other else (main,)), *_required(parameters)) if n in parameters and n not in given]
     guessed = {n: found[0] for n in wanted if (found := layouts(n, config, model))}
-    made = _completed({**guessed, **given}, config, parameters)
+    made = _completed({**guessed, **given}, config, parameters, model)
     return {**made, **given}
 
 
@@ -141,18 +149,20 @@ def _candidates(model: nn.Module, config: Any, main: str, parameters: Mapping[st
     choices = {n: found for n in dict.fromkeys(names) if (found := layouts(n, config, model))}
     if "input_ids" in parameters:
         for given in _with_features(model, config, parameters):
-            yield _completed(given, config, parameters)
+            yield _completed(given, config, parameters, model)
     for picked in itertools.islice(itertools.product(*choices.values()), _TRIED if choices else 0):
-        yield _completed(dict(zip(choices, picked, strict=True)), config, parameters)
+        yield _completed(dict(zip(choices, picked, strict=True)), config, parameters, model)
     if len(choices) > 1 and "input_ids" in choices:
-        yield _completed({"input_ids": choices["input_ids"][0]}, config, parameters)
+        yield _completed({"input_ids": choices["input_ids"][0]}, config, parameters, model)
 
 
-def _completed(inputs: dict[str, Tensor], config: Any, parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+def _completed(
+    inputs: dict[str, Tensor], config: Any, parameters: Mapping[str, Any], model: nn.Module
+) -> dict[str, Tensor]:
     """With the decoder's tokens and the mask that go with some inputs."""
     pair = getattr(config, "is_encoder_decoder", False) or getattr(config, "decoder", None) is not None
     if pair and "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = tokens(config, TARGET_LENGTH)
+        inputs["decoder_input_ids"] = target_tokens(config, model)
     if "input_ids" in inputs and "attention_mask" in parameters:
         inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.int64)
     return inputs
@@ -181,6 +191,8 @@ _MODALITIES = (
     ("get_audio_features", ("input_features", "input_values"), ("audio_token_id", "audio_token_index")),
 )
 """(what makes features of one modality, what it makes them of, where the config has the token that stands for them)."""
+_PLACES = ("_position_mask", "_seq_mask")
+"""How an argument is called that says which tokens stand for features, where no token of their own does."""
 
 
 def _with_features(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
@@ -189,7 +201,8 @@ def _with_features(model: nn.Module, config: Any, parameters: Mapping[str, Any])
         method = getattr(model, getter, None)
         token = next((t for name in ids if (t := getattr(config, name, None)) is not None), None)
         source = next((name for name in sources if name in parameters), None)
-        if method is None or token is None or source is None:
+        mask = next((name for name in parameters if name.endswith(_PLACES)), None)
+        if method is None or (token is None and mask is None) or source is None:
             continue
         taken = inspect.signature(method).parameters
         grid = {n: found[0] for n in taken if "grid" in n and n in parameters and (found := layouts(n, config, model))}
@@ -199,7 +212,12 @@ def _with_features(model: nn.Module, config: Any, parameters: Mapping[str, Any])
             given = {source: tensor, **grid, **needed}
             count = _features(model, method, config, given)
             if count:
-                text = {"input_ids": torch.full((BATCH, count // BATCH), token, dtype=torch.int64)}
+                length = count // BATCH
+                text = {"input_ids": tokens(config, length)}
+                if token is not None:
+                    text = {"input_ids": torch.full((BATCH, length), token, dtype=torch.int64)}
+                elif mask is not None:
+                    text[mask] = torch.ones(BATCH, length, dtype=torch.bool)
                 if "mm_token_type_ids" in parameters:
                     text["mm_token_type_ids"] = torch.ones_like(text["input_ids"])
                 yield {**text, **given}

@@ -6,6 +6,7 @@ Sizes come from the config, or from the config of one modality.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 16, 9
-PARTS = ("text_config", "vision_config", "audio_config", "encoder", "backbone_config")
+PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder", "backbone_config")
 """Configs of one part inside a config, in the order in which a size is looked for."""
 
 _TOKENS = frozenset(["input_ids", "decoder_input_ids", "inputs", "input", "qformer_input_ids", "task_inputs"])
@@ -77,7 +78,9 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
     elif name in ("pixel_values", "pixel_values_videos"):
         yield from _images(config, video=name.endswith("videos"))
     elif name == "flattened_patches":
-        yield floats(BATCH, LENGTH, number(config, "patch_embed_hidden_size", "hidden_size", default=768))
+        pixels = floats(BATCH, LENGTH, number(config, "patch_embed_hidden_size", "hidden_size", default=768))
+        row = torch.arange(LENGTH).expand(BATCH, LENGTH)
+        yield torch.cat([torch.stack([row, torch.zeros_like(row)], -1), pixels], -1)  # each patch after its place
     elif name in ("input_features", "audio_input_features"):
         mels = number(
             config, "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim", default=80
@@ -135,7 +138,7 @@ _SIZES = {
     "seq_length": LENGTH, "length": LENGTH, "text_sequence_length": LENGTH, "target_sequence_length": TARGET_LENGTH,
     "target_length": TARGET_LENGTH, "decoder_sequence_length": TARGET_LENGTH, "num_images": 1, "max_num_images": 1,
     "num_frames": 2, "num_choices": 1, "num_tiles": 1, "max_num_tiles": 1, "num_crops": 1, "num_boxes": 1,
-    "nb_points_per_image": 1, "point_batch_size": 1, "num_points_per_image": 1, "num_points": 1, "num_codebooks": 1,
+    "nb_points_per_image": 1, "point_batch_size": 1, "num_points_per_image": 1, "num_points": 1,
 }  # fmt: skip
 
 
@@ -156,10 +159,23 @@ def _documented(name: str, config: Any, model: nn.Module) -> Tensor | None:
     return torch.zeros(shape, dtype=torch.int64)
 
 
+def target_tokens(config: Any, model: nn.Module) -> Tensor:
+    """Tokens of a decoder beside an encoder: a row for each sample, or for each codebook of each sample."""
+    known, documented = tokens(config, TARGET_LENGTH), _documented("decoder_input_ids", config, model)
+    if documented is None or documented.dim() != 2 or documented.shape[0] == BATCH:
+        return known
+    return known[:1].expand(documented.shape[0], -1).contiguous()
+
+
 def _resolved(symbol: str, config: Any) -> int | None:
-    """A size that a docstring names: a number, a usual symbol, or a value of the config."""
+    """A size that a docstring names: a number, a usual symbol, a value of the config, or a product of these."""
+    if "*" in symbol:
+        factors = [_resolved(part.strip(), config) for part in symbol.split("*")]
+        return None if None in factors else math.prod(factor for factor in factors if factor is not None)
     if symbol.isdigit():
         return int(symbol)
+    if symbol == "num_codebooks":
+        return number(config, symbol, default=1)
     if symbol in _SIZES:
         return _SIZES[symbol]
     if symbol.endswith(("_length", "_len")) and find(config, symbol, None) is None:

@@ -416,11 +416,18 @@ def _model_class(config: Any) -> Any:
         found = getattr(library, architecture, None)
         if found is not None:
             return found
-    for name in _auto_classes(config):
-        auto = getattr(library, name)
-        if type(config) in auto._model_mapping:
-            return auto
+    every = (n for n in vars(library.models.auto.modeling_auto) if n.startswith("AutoModel"))
+    for name in (*_auto_classes(config), *every):
+        mapping = getattr(getattr(library, name, None), "_model_mapping", {})
+        if type(config) in mapping and _is_of(mapping[type(config)], config):
+            return getattr(library, name)
     raise ModelError(f"transformers has no model for the config {type(config).__name__}")
+
+
+def _is_of(found: Any, config: Any) -> bool:
+    """Whether a model class takes a config itself rather than the config of one part (the decoder of a pair)."""
+    classes = found if isinstance(found, list | tuple) else (found,)
+    return any(isinstance(config, getattr(c, "config_class", None) or object) for c in classes)
 
 
 def _auto_classes(config: Any) -> tuple[str, ...]:

@@ -9,6 +9,9 @@ from normkit.audit.load import ModelError, default_config
 
 _DEPTHS = re.compile(r"(num_|n_)?(\w*_)?(layers?|blocks)$")
 
+_KEPT = ("model_type", "out_features", "out_indices")
+"""What a part of a config keeps: a backbone's outputs are what the rest is built for."""
+
 
 def shallow(kind: str, layers: int) -> Any:
     """The default config of a transformers model type with every stack cut to a few layers, where it allows that.
@@ -30,7 +33,7 @@ def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _cut(value, layers) | ({"model_type": value["model_type"]} if value.get("model_type") else {})
+            found[key] = _cut(value, layers) | {k: value[k] for k in _KEPT if value.get(k)}
         elif _DEPTHS.fullmatch(key) and type(value) is int and value > layers:
             found[key] = layers
         elif key == "depths" and isinstance(value, list):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from normkit.audit.find.operators import FUSED, STATISTIC, packet
+from normkit.audit.find.operators import FUSED, STATISTIC, packet, sums_by_product
 from normkit.audit.identify.probe import NotANorm, private_copy
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import ModuleCall, Opaque, TensorInfo, Trace
@@ -45,10 +45,9 @@ def counterpart(full: Trace, lead: int, half: Trace) -> int | None:
 
 
 def _leads(recorded: Trace, call: int) -> list[int]:
-    kinds = STATISTIC | FUSED
-    return [
-        n for n in recorded.calls[call].nodes if recorded.nodes[n].call == call and packet(recorded.nodes[n]) in kinds
-    ]
+    kinds, products = STATISTIC | FUSED, sums_by_product(recorded)
+    own = (n for n in recorded.calls[call].nodes if recorded.nodes[n].call == call)
+    return [n for n in own if n in products or packet(recorded.nodes[n]) in kinds]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -15,7 +15,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from normkit.audit.find.half import HALF, counterpart, in_half
-from normkit.audit.find.operators import ADDS, CASTS, FIXED, FUSED, MIXING, ROOT, VIEWS, WEIGHT_NORM, packet
+from normkit.audit.find.lookalikes import is_lookalike
+from normkit.audit.find.operators import (
+    ADDS,
+    CASTS,
+    FIXED,
+    FUSED,
+    MIXING,
+    ROOT,
+    VIEWS,
+    WEIGHT_NORM,
+    numel,
+    packet,
+    sums_by_product,
+)
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.probe import has_values
 from normkit.audit.place import NormCall
@@ -158,6 +171,7 @@ class InlineNorms:
         self.trace = trace
         self._alone = alone
         self.claimed = claimed
+        self.products = sums_by_product(trace)
         self.consumers: dict[int, list[int]] = {}
         self._known: dict[int, Match | None] = {}
         self._identified: dict[str, Identification] = {}
@@ -258,12 +272,20 @@ class InlineNorms:
             node = self.trace.nodes[index]
             if index in nodes:
                 continue
-            if packet(node) in MIXING | FUSED or node.op is None:
+            if self._mixes(node) or packet(node) in FUSED or node.op is None:
                 return False
             own = [v for v in node.inputs if v not in inside and self.trace.values[v].origin == "parameter"]
             if own and any(v in inside for v in node.inputs):
                 return False
         return True
+
+    def _mixes(self, node: Node) -> bool:
+        """Whether a node is a map rather than a part of a statistic."""
+        return packet(node) in MIXING and node.index not in self.products
+
+    def _stops(self, node: Node) -> bool:
+        """Whether what a node reads is no part of a norm that reads what it makes."""
+        return self._mixes(node) or packet(node) in FUSED or node.index in self.claimed
 
     def _probe(self, node: Node, source: int, output: int) -> Match | None:
         trace = self.trace
@@ -277,7 +299,9 @@ class InlineNorms:
             example = torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._identified[alike] = self._as_rounded(identify(replay, example), node, source)
         found = self._identified[alike]
-        if found.spec is None or found.kind == "none":
+        if found.spec is None and (
+            found.statistic is None or is_lookalike(trace, source, output, self.consumers, self.depends_on_input)
+        ):
             return None
         if self.depends_on_input(source):
             found = renamed(found, lambda name: replay.names.get(name))
@@ -347,7 +371,7 @@ class InlineNorms:
             seen.add(value)
             for consumer in self.consumers.get(value, ()):
                 after = self.trace.nodes[consumer]
-                if packet(after) in MIXING or after.op is None:
+                if self._mixes(after) or after.op is None:
                     continue
                 for result in after.outputs:
                     if numel(self.trace, result) == largest and largest > 0 and packet(after) not in _BROADCASTS:
@@ -395,7 +419,7 @@ class InlineNorms:
                 if self.trace.values[value].shape == shape and self.trace.values[value].dtype.is_floating_point:
                     candidates.append(value)
                 producer = self.trace.producer(value)
-                if producer is None or packet(producer) in MIXING | FUSED or producer.index in self.claimed:
+                if producer is None or self._stops(producer):
                     continue
                 ahead.extend(producer.inputs)
             todo = ahead
@@ -408,17 +432,9 @@ class InlineNorms:
         inside = {v for n in nodes for v in self.trace.nodes[n].outputs}
         for index in nodes:
             node = self.trace.nodes[index]
-            if packet(node) in MIXING or node.op is None:
+            if self._mixes(node) or node.op is None:
                 return False
             for value in node.inputs:
                 if value != source and value not in inside and self.trace.values[value].origin in ("node", "input"):
                     return False
         return True
-
-
-def numel(trace: Trace, value: int) -> int:
-    """How many elements a value has."""
-    count = 1
-    for size in trace.values[value].shape:
-        count *= size
-    return count

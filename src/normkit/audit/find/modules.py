@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
-from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet
+from normkit.audit.find.lookalikes import quantizes
+from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet, sums_by_product
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import alike
 from normkit.audit.identify.probe import merged
@@ -40,8 +41,8 @@ def find_norms(trace: Trace, progress: Callable[[str], None] = lambda _: None) -
 
 def _leads(trace: Trace) -> list[int]:
     """Nodes that form a statistic, or take a root (frozen norms have no other trace)."""
-    kinds = FUSED | STATISTIC | ROOT | WEIGHT_NORM
-    return [node.index for node in trace.nodes if packet(node) in kinds]
+    kinds, products = FUSED | STATISTIC | ROOT | WEIGHT_NORM, sums_by_product(trace)
+    return [node.index for node in trace.nodes if node.index in products or packet(node) in kinds]
 
 
 def _module_norms(
@@ -78,6 +79,8 @@ def _module_norms(
                 norm_calls = [match.call for match in whole]
         if identification.kind == "none":
             continue
+        if identification.spec is None and any(quantizes(trace, trace.nodes[n]) for n in call.nodes):
+            continue  # what it divides by is the step of its grid
         if identification.spec is None and not any(finder.depends_on_input(v) for v in call.inputs):
             identification = WEIGHT_NORMALIZATION  # a parametrization, run as a module
         for c in calls:
@@ -117,7 +120,8 @@ def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
     mixing: set[int] = set()
     leads_set = set(leads)
     for node in trace.nodes:
-        is_lead, is_mixing = node.index in leads_set, packet(node) in MIXING
+        is_lead = node.index in leads_set
+        is_mixing = packet(node) in MIXING and not is_lead  # a lead that multiplies sums squares
         if not (is_lead or is_mixing):
             continue
         call = node.call

@@ -19,7 +19,7 @@ from normkit.audit.identify.gate import gate_of, ignored, neutral
 from normkit.audit.identify.layout import Layout, Sharing, choose, layouts, sharing
 from normkit.audit.identify.other import norm_like
 from normkit.audit.identify.parameters import Use, all_finite, odd_and_even, typical, use_of
-from normkit.audit.identify.probe import LARGE, Key, NotANorm, Probe, Slot, tensors_of, undisturbed
+from normkit.audit.identify.probe import LARGE, Key, NotANorm, OtherStatistic, Probe, Slot, tensors_of, undisturbed
 from normkit.audit.identify.rounding import precision
 from normkit.audit.identify.running import Stored, stored_statistics
 from normkit.audit.identify.statistic import TINY, Division, division
@@ -48,6 +48,8 @@ class Identification:
         uses_batch: for a norm with running statistics: whether it is now set to use the batch's instead (training).
         half_mismatch: the share of half-precision outputs that the spec does not give bit for bit; None where half
             precision was not run. Kernels that sum in another order give about 1e-4.
+        statistic: for ``"other"``: what it divides by, where that is known (``"l1 length"``, ``"mean magnitude"``,
+            ``"largest magnitude"``).
     """
 
     kind: Kind | Literal["none"]
@@ -62,6 +64,7 @@ class Identification:
     residual: Key | None = None
     uses_batch: bool | None = None
     half_mismatch: float | None = None
+    statistic: str | None = None
 
     def __bool__(self) -> bool:
         """Whether it is a norm of any kind."""
@@ -186,7 +189,7 @@ def _holds_in_full(probe: Probe, found: Identification) -> bool:
 
 def _describe(probe: Probe, shape: tuple[int, ...]) -> Identification:
     """Measure at one shape, with each part that the second input may have."""
-    refusal = ""
+    refusal, statistic = "", None
     if probe.second is not None and ignored(probe, shape):
         probe.values[probe.second] = torch.zeros(shape)
         probe.second = None
@@ -195,14 +198,17 @@ def _describe(probe: Probe, shape: tuple[int, ...]) -> Identification:
             return _measure(probe, shape, part)
         except NotANorm as error:
             refusal = refusal or str(error)
+            statistic = error.statistic if isinstance(error, OtherStatistic) else statistic
         except (ValueError, ArithmeticError, RuntimeError) as error:
             refusal = refusal or f"its measurements contradict each other ({error})"
         finally:
             probe.reset()
     probe.second_value = probe.random(shape) if probe.second is not None else 0.0
-    why = norm_like(probe, probe, shape)
+    why = norm_like(probe, probe, shape) if statistic is None else "no NormSpec says what it computes"
     if why is not None:
-        return Identification(kind="other", spec=None, reason=_sentence(f"{why}; {refusal}"), input=probe.x_key)
+        return Identification(
+            kind="other", spec=None, reason=_sentence(f"{why}; {refusal}"), input=probe.x_key, statistic=statistic
+        )
     return _none(refusal)
 
 

@@ -20,10 +20,15 @@ from normkit.audit.identify.layout import Run, Sharing, sharing
 from normkit.audit.identify.parameters import all_finite, odd_and_even, use_of
 from normkit.audit.identify.probe import NotANorm, Probe
 
+_TELLING = 5
+"""How long a dim must be for responses along it to show their rank; one of two (a small grid) is made so long."""
+
 
 def norm_like(probe: Probe, run: Run, shape: tuple[int, ...]) -> str | None:
     """Why the module is norm-like, in words that end a sentence; None where it is not."""
     probe.reset()
+    longer = (*shape[:1], *(_TELLING if size == 2 else size for size in shape[1:]))
+    shape = longer if longer != shape and probe.accepts(longer) else shape
     try:
         seen = sharing(run, probe.spread(shape) * 4)
         if seen.elementwise:

@@ -36,6 +36,14 @@ class NotANorm(Exception):
     """The module does something that no normalization does, or cannot be run; the message says what."""
 
 
+class OtherStatistic(NotANorm):
+    """It divides by a statistic that no NormSpec has."""
+
+    def __init__(self, message: str, statistic: str) -> None:
+        super().__init__(message)
+        self.statistic = statistic
+
+
 @dataclass(eq=False)
 class Slot:
     """One floating-point tensor that the copy holds: a parameter, a buffer, or a plain attribute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from normkit.audit.identify.layout import Layout, Run
 from normkit.audit.identify.parameters import all_finite, neat_eps
-from normkit.audit.identify.probe import NotANorm, Probe
+from normkit.audit.identify.probe import NotANorm, OtherStatistic, Probe
 from normkit.spec import EpsAt, Statistic
 
 TINY = 2.0**-58
@@ -91,9 +92,25 @@ def _best(x: Tensor, center: Tensor, den: Tensor, leading_only: bool) -> tuple[b
                 best = (float(wrong[k]), centered, statistic, int(counts[k]), s[:, k])
     assert best is not None
     if best[0] > 1e-3:
+        _refuse_magnitudes(x, center, den)
         factor = "" if leading_only else f" (divisor over root mean square: {float((den / s_rms(x)).mean()):.4g})"
         raise NotANorm(f"its divisor is no mean, unbiased mean or sum of squares{factor}")
     return best[1:]
+
+
+_MAGNITUDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "l1 length": lambda x: x.abs().sum(1),
+    "mean magnitude": lambda x: x.abs().mean(1),
+    "largest magnitude": lambda x: x.abs().amax(1),
+}
+
+
+def _refuse_magnitudes(x: Tensor, center: Tensor, den: Tensor) -> None:
+    """Name a divisor that is a statistic of magnitudes rather than of squares."""
+    for name, statistic in _MAGNITUDES.items():
+        s = statistic(x)
+        if float(((s / den - 1).abs() + center.abs() / s).mean()) < 1e-3:
+            raise OtherStatistic(f"it divides by the {name} of each set", name)
 
 
 def s_rms(x: Tensor) -> Tensor:

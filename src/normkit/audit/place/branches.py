@@ -5,8 +5,8 @@ y = N_stream( alpha * x  +  lambda * N_output( F( g * N_input(x) ) ) )          
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from normkit.audit.place.flow import Add, Flow
 from normkit.audit.place.roles import Role
@@ -21,7 +21,7 @@ class Branch:
     Args:
         name: the longest common module path of what the branch computes.
         placement: the wiring: ``pre``, ``post``, ``sandwich``, ``output``, ``deepnorm``, ``sub``, ``normformer``,
-            ``scaled``, ``parallel``, ``layerscale``, ``rezero`` or ``none``.
+            ``scaled``, ``parallel``, ``layerscale``, ``rezero`` (SkipInit is the same wiring), ``fixup`` or ``none``.
         node: index of the add in the trace; branches are in this order.
         stream: which stream: 0 for the first that the run meets.
         source: the vertex that the branch reads (two branches with one source are parallel).
@@ -70,7 +70,23 @@ def describe(flow: Flow, streams: Streams, seats: Mapping[int, str], names: Mapp
     for node, add in streams.adds.items():
         number = numbers.setdefault(streams.origin[node], len(numbers))
         found.append(_branch(flow, streams, add, number, seats, names, behind.get(node, [])))
-    return found
+    return _norm_formers(flow, found)
+
+
+def _norm_formers(flow: Flow, branches: list[Branch]) -> list[Branch]:
+    """NormFormer by its two kinds of branch: attention is normed at both ends, all else at its input and inside.
+
+    Each alone is a sandwich or a Sub-LN; only where a stream's branches differ so are they NormFormer's.
+    """
+    streams_of: dict[int, list[Branch]] = {}
+    for branch in branches:
+        streams_of.setdefault(branch.stream, []).append(branch)
+    formers: set[int] = set()
+    for stream, group in streams_of.items():
+        if {b.placement for b in group} == {"sandwich", "sub"}:
+            ends = [_attends(flow, b.addend, b.source) == (b.placement == "sandwich") for b in group]
+            formers.update([stream] if all(ends) else [])
+    return [replace(b, placement="normformer") if b.stream in formers else b for b in branches]
 
 
 def _branch(
@@ -99,6 +115,8 @@ def _branch(
     slotted = {*n_input, *inner, *n_output}
     others = tuple(n for n in dict.fromkeys(names[v] for v in inside) if n not in slotted)
     placement = _wiring(bool(n_input), bool(inner), bool(n_output), bool(n_stream), alpha, learned, gain)
+    if placement == "rezero" and _is_shifted(flow, add.branch):
+        placement = "fixup"
     if placement == "pre" and _is_parallel(flow, streams, add):
         placement = "parallel"
     return Branch(
@@ -154,17 +172,35 @@ def _attends(flow: Flow, value: int, source: int) -> bool:
 def _factors(flow: Flow, value: int, stop: frozenset[int] = frozenset()) -> tuple[float, str | None]:
     """The constants and the learned scale that a value was multiplied by since its root, or since ``stop``."""
     factor, learned = 1.0, None
-    vertex = flow.vertex(value)
-    while vertex >= 0 and flow.roles[vertex] is Role.CARRY and vertex not in stop:
+    for vertex in _carriers(flow, value):
+        if vertex in stop:
+            break
         if flow.names[vertex] in ("mul", "div"):
             constant, kind = _multiplier(flow, vertex)
             factor *= constant
             learned = kind or learned
+    return factor, learned
+
+
+def _is_shifted(flow: Flow, value: int) -> bool:
+    """Whether a learned scalar was added to a value since its root (Fixup)."""
+    for vertex in _carriers(flow, value):
+        others = [v for v in flow.inputs[vertex] if v != flow.data[vertex]]
+        single = [v for v in others if all(size == 1 for size in flow.trace.values[v].shape)]
+        if flow.names[vertex] == "add" and any(flow.is_learned(v) for v in single):
+            return True
+    return False
+
+
+def _carriers(flow: Flow, value: int) -> Iterator[int]:
+    """The operators that carry a value from its root, the last one first."""
+    vertex = flow.vertex(value)
+    while vertex >= 0 and flow.roles[vertex] is Role.CARRY:
+        yield vertex
         data = flow.data[vertex]
         if data is None:
             break
         vertex = flow.vertex(data)
-    return factor, learned
 
 
 def _multiplier(flow: Flow, vertex: int) -> tuple[float, str | None]:
@@ -175,7 +211,7 @@ def _multiplier(flow: Flow, vertex: int) -> tuple[float, str | None]:
     if isinstance(other, Ref):
         value = flow.trace.values[other.value]
         leaf = flow.trace.leaves.get(other.value)
-        if _is_learned(flow, other.value):
+        if flow.is_learned(other.value):
             return 1.0, "scalar" if all(size == 1 for size in value.shape) else "vector"
         if leaf is not None and leaf.numel() == 1 and not leaf.is_meta:
             constant = float(leaf)
@@ -184,18 +220,6 @@ def _multiplier(flow: Flow, vertex: int) -> tuple[float, str | None]:
     if constant is None:
         return 1.0, None
     return (1 / constant if flow.names[vertex] == "div" and constant else constant), None
-
-
-def _is_learned(flow: Flow, value: int) -> bool:
-    """Whether a factor is a parameter, possibly reshaped or cast."""
-    for _ in range(8):
-        found = flow.trace.values[value]
-        if found.origin == "parameter":
-            return True
-        if found.producer < 0 or not flow.inputs[found.producer]:
-            return False
-        value = flow.inputs[found.producer][0]
-    return False
 
 
 def _gain(flow: Flow, vertex: int) -> float:

@@ -461,6 +461,17 @@ class Flow:
         full = [v for v in self.actives(root) if _numel(self.trace.values[v].shape) == size]
         return {norm for v in full for norm in self.normed_factors(v, depth - 1)}
 
+    def is_learned(self, value: int) -> bool:
+        """Whether a factor is a parameter, possibly reshaped or cast."""
+        for _ in range(8):
+            found = self.trace.values[value]
+            if found.origin == "parameter":
+                return True
+            if found.producer < 0 or not self.inputs[found.producer]:
+                return False
+            value = self.inputs[found.producer][0]
+        return False
+
     def is_convolution(self, index: int) -> bool:
         """Whether a vertex is a convolution over space or time (a 1x1 one is a linear map)."""
         if self.names[index] not in CONVOLUTIONS:

@@ -34,7 +34,13 @@ class Scores:
             return False
         if not ahead.scaled and all(self._scores(mix, value) for mix, value in ahead.mixes):
             return True
-        return any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes) or self._contracts(vertex)
+        met = any(self._meets_norm(vertex, mix, value) for mix, value in ahead.mixes)
+        return (met and not any(self._is_learned_map(mix) for mix, _ in ahead.mixes)) or self._contracts(vertex)
+
+    def _is_learned_map(self, mix: int) -> bool:
+        """Whether a map is of one activation by parameters."""
+        actives = self.flow.actives(mix)
+        return len(actives) == 1 and any(self.flow.is_learned(v) for v in self.flow.inputs[mix] if v not in actives)
 
     def _contracts(self, vertex: int) -> bool:
         """Whether a norm's output is multiplied elementwise by its counterpart's, as queries and keys are.

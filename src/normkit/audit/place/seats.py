@@ -202,10 +202,26 @@ class _Placer:
                 return "embedding"
             if vertex not in streams.reaches and vertex in self.streams.leads_out:
                 return "head"
-            return "qk" if self.scores.is_qk(vertex, ahead) else "inner"
+            if self.scores.is_qk(vertex, ahead):
+                return "qk"
+            return "head" if self._leaves(vertex) else "inner"
         if vertex in streams.reaches:
             return "pre" if self._feeds_branches(ahead) else "embedding"
         return "qk" if self.scores.is_qk(vertex, ahead) else "inner" if ahead.mixes else "head"
+
+    def _leaves(self, vertex: int) -> bool:
+        """Whether what is made of a norm becomes an output of the model without being added to a stream."""
+        flow = self.flow
+        todo, seen = [flow.norms[vertex][1].output], set()
+        while todo:
+            value = todo.pop()
+            if value in flow.trace.outputs:
+                return True
+            for user in flow.consumers.get(value, ()):
+                if user not in seen and user not in self.streams.adds:
+                    seen.add(user)
+                    todo.extend(flow.trace.nodes[user].outputs)
+        return False
 
     def _overwritten(self, value: int) -> list[int]:
         """The parts of a value that was put together on its way from its root (some tokens replaced)."""

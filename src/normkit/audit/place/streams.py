@@ -83,7 +83,13 @@ class Streams:
             normed = sum(self._has_norm(flow.adds[node]) for node in nodes)
             if len(nodes) < 2 or 2 * normed < len(nodes):
                 dropped.update(nodes)
-        return set(flow.adds) - dropped
+        kept = set(flow.adds) - dropped
+        return kept - {node for node in kept if self._is_lateral(flow.adds[node], kept)}
+
+    def _is_lateral(self, add: Add, kept: set[int]) -> bool:
+        """Whether a projection goes around a stack of blocks (a pyramid's lateral connection): no block has one."""
+        blocks = [n for n in add.interior if n in kept and self._has_norm(self.flow.adds[n])] if add.projected else ()
+        return any(self.origin[node] != self.origin[add.node] for node in blocks)
 
     def crosses(self, inner: Add, add: Add) -> bool:
         """Whether an add inside another one's branch goes on with a stream from outside: streams that attend to others.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -22,9 +22,20 @@ def show(audit: Audit, console: Console, *, title: str, every: bool = False) -> 
     console.print(_norm_table(audit.norms, every))
     if audit.branches:
         console.print(_branch_line(audit.branches))
-    for text, times in Counter((*audit.failures, *audit.guesses)).items():
-        console.print(Text(f"note: {text}" + (f" ({times} times)" if times > 1 else ""), style="dim"))
+    for text in _notes(audit, every):
+        console.print(Text(f"note: {text}", style="dim"))
     _print_findings(audit.findings, console, every)
+
+
+def _notes(audit: Audit, every: bool) -> Iterator[str]:
+    """What raised, and that values were guessed: how many, or each of them."""
+    listed = (*audit.failures, *(audit.guesses if every else ()))
+    for text, times in Counter(listed).items():
+        yield text + (f" ({times} times)" if times > 1 else "")
+    count = len(audit.guesses)
+    if count and not every:
+        values = "1 value was" if count == 1 else f"{count} values were"
+        yield f"{values} guessed, because meta tensors have none (--all lists them)"
 
 
 def _headline(audit: Audit, title: str) -> Text:
