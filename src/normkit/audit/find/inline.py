@@ -160,6 +160,7 @@ class InlineNorms:
         self.claimed = claimed
         self.consumers: dict[int, list[int]] = {}
         self._known: dict[int, Match | None] = {}
+        self._ends: set[int] = set()  # the last operators of norms: what follows one may be normalized once more
         self._identified: dict[str, Identification] = {}
         self._dynamic = bytearray(len(trace.values))
         for value in trace.inputs:
@@ -213,6 +214,7 @@ class InlineNorms:
             if match is None:
                 continue
             taken.update(match.call.nodes)
+            self._ends.add(trace.values[match.call.output].producer)
             owner = trace.nodes[lead].call
             name = trace.calls[owner].name if owner >= 0 else ""
             number = numbers[owner, name] = numbers.get((owner, name), -1) + 1
@@ -395,7 +397,9 @@ class InlineNorms:
                 if self.trace.values[value].shape == shape and self.trace.values[value].dtype.is_floating_point:
                     candidates.append(value)
                 producer = self.trace.producer(value)
-                if producer is None or packet(producer) in MIXING | FUSED or producer.index in self.claimed:
+                if producer is None or packet(producer) in MIXING | FUSED:
+                    continue
+                if producer.index in self.claimed or producer.index in self._ends:
                     continue
                 ahead.extend(producer.inputs)
             todo = ahead
