@@ -6,10 +6,10 @@ from __future__ import annotations
 def message(error: BaseException, most: int = 300) -> str:
     """What an exception says, without line breaks and cut to ``most`` characters.
 
-    Its type stands for one that says nothing, and before what is no error (``SystemExit: 1``).
+    Its type stands for one that says nothing, and before what is no error (``SystemExit: 1``) or a key alone.
     """
     text = " ".join(str(error).split())
-    if not text or not isinstance(error, Exception):
+    if not text or not isinstance(error, Exception) or isinstance(error, KeyError):
         return described(error, most)
     return _cut(text, most)
 

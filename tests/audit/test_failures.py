@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,3 +109,42 @@ def test_the_device_is_where_most_parameters_are() -> None:
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     assert audit(model, torch.empty(2, 4, device="meta")).device == "meta"
     assert audit(nn.RMSNorm(4, elementwise_affine=False), torch.empty(2, 4, device="meta")).device == "meta"
+
+
+def test_an_input_that_one_run_uses_up_is_refused() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, parts: Any) -> Tensor:
+            return self.norm(sum(parts))
+
+    parts = [torch.randn(2, 4), torch.randn(2, 4)]
+    assert len(audit(Summed(), parts).norms) == 1
+    with pytest.raises(AuditError, match="generator, which one run uses up: give a list"):
+        audit(Summed(), (part for part in parts))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_program_does_not_say_its_arguments() -> None:
+    model = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4))
+    assert [n.kind for n in audit(model, torch.randn(2, 4)).norms] == ["layer"]
+
+
+def test_a_model_whose_missing_attributes_raise() -> None:
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x))
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                raise RuntimeError(f"no attribute {name}") from None
+
+    assert len(audit(Strict(), torch.randn(2, 4)).norms) == 1

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from normkit.audit import NormRecord, audit
+from normkit.audit.find import find_norms
+from normkit.audit.trace import trace
 
 D = 16
 Written = Callable[["Block", Tensor], Tensor]
@@ -227,3 +229,32 @@ def test_where_an_inline_norm_rounds(
     (norm,) = audit(block, torch.randn(4, 8, D, device=device, dtype=dtype)).norms
     assert norm.spec is not None
     assert (norm.kind, norm.spec.rounding, norm.spec.weight_offset) == ("rms", rounding, offset)
+
+
+class OwnInferenceMode(nn.Module):
+    """A frozen part that its model runs in inference mode, where autograd takes no operator apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            features = self.frozen(x)
+        return self.norm(features.clone())
+
+
+def test_norms_that_a_model_runs_in_inference_mode() -> None:
+    assert [n.name for n in audit(OwnInferenceMode(), torch.randn(2, 5, 8)).norms] == ["frozen.1", "norm"]
+
+
+def test_a_norm_of_a_norm_does_not_take_the_first_one_in() -> None:
+    def written(block: Block, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x / x.norm(dim=-1, keepdim=True)
+        return x
+
+    recorded = trace(Block(written), (torch.randn(3, D),))
+    first, second = (norm.calls[0] for norm in find_norms(recorded))
+    assert second.inputs == (first.output,)
+    assert not first.nodes & second.nodes

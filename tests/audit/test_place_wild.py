@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normkit.audit import audit
 from tests.audit.test_place_general import D, Pre, mlp, places
 
 X = torch.randn(2, 6, D)
@@ -135,3 +137,38 @@ class SharedQueries(nn.Module):
 def test_a_softmax_written_as_a_logsumexp() -> None:
     found = places(nn.Sequential(nn.Linear(D, D), Pre(SharedQueries()), Pre()), X)
     assert found["1.branch.norm"] == "qk"
+
+
+class OnTheSphere(nn.Module):
+    """Streams and branches are unit vectors, and a step is taken from one to the other (nGPT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = SelfAttention(), mlp()
+        self.rates = nn.Parameter(torch.full((2, D), 0.2))
+
+    @staticmethod
+    def unit(x: Tensor) -> Tensor:
+        return x / x.norm(p=2, dim=-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for rate, branch in zip(self.rates, (self.attention, self.mlp), strict=True):
+            start, end = self.unit(x), self.unit(branch(x))
+            x = self.unit(start + rate * (end - start))
+        return x
+
+
+def test_a_stream_that_is_normalized_before_and_after_each_sum() -> None:
+    model = nn.Sequential(nn.Linear(D, D), OnTheSphere(), OnTheSphere(), OnTheSphere(), nn.Linear(D, D))
+    result = audit(model, X)
+    found = {norm.name: norm.placement for norm in result.norms}
+    assert [found[f"2#{n}"] for n in range(6)] == ["post", "output", "post", "post", "output", "post"]
+    assert found["3#5"] == "post"
+    assert [branch.placement for branch in result.branches] == ["post"] * 6
+    assert result.findings == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_linear_map_is_a_map() -> None:
+    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(Pre(mlp()), Pre(mlp()), nn.LayerNorm(D)), {nn.Linear})
+    assert list(places(model, X).values()) == ["pre", "pre", "final"]

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import normkit
 from normkit.audit import Audit, audit
 from normkit.audit.load import load
 from normkit.audit.report import describe, plan
@@ -196,6 +197,53 @@ def test_a_norm_of_each_head_and_one_of_all_heads_read_differently() -> None:
         result = audit(loaded.model, **loaded.kwargs)
         found[kind] = {describe.axes(n) for n in result.norms if n.placement == "qk"}
     assert found == {"qwen3": {"128 of each head"}, "olmo2": {"4096"}}
+
+
+class Block(nn.Module):
+    """A convolutional block in the manner of a diffusion model's, whose layers have numbers for names."""
+
+    def __init__(self, given: int, width: int) -> None:
+        super().__init__()
+        self.into = nn.Sequential(nn.GroupNorm(2, given), nn.SiLU(), nn.Conv2d(given, width, 3, padding=1))
+        self.out = nn.Sequential(nn.GroupNorm(2, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.skip = nn.Identity() if given == width else nn.Conv2d(given, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(x) + self.out(self.into(x))
+
+
+class Hourglass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.second = Block(8, 8), nn.Conv2d(8, 8, 3, 2, 1), Block(8, 16)
+        self.third, self.last = Block(16, 16), Block(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        deep = self.third(self.second(self.down(x)))
+        return self.last(torch.cat([nn.functional.interpolate(deep, scale_factor=2), x], 1))
+
+
+def test_several_streams_and_numbered_layers_have_names_that_tell_them_apart() -> None:
+    x = torch.randn(2, 8, 8, 8)
+    text = page(audit(Hourglass(), x, data=[x]), title="hourglass")
+    assert "residual stream 0" in text
+    assert "stream stream" not in text
+    chips = re.findall(r'class="tiny"[^>]*>([^<]*)<', text)
+    assert "out.*" in chips
+    assert not any(chip.isdigit() for chip in chips)
+
+
+def test_the_tables_end_with_what_was_measured() -> None:
+    model = normkit.Transformer(vocab=20, dim=16, depth=2, heads=2).eval()
+    tokens = torch.randint(0, 20, (2, 5))
+    result = audit(model, tokens, data=[tokens, tokens])
+    assert result.numbers is not None
+    least = min(result.numbers.branches, key=lambda b: b.share)
+    said = " ".join(str(result).split())
+    assert "measured over 2 batches: stream RMS" in said
+    assert f"least branch share {least.share:.2g} ({least.name})" in said
+    assert "measured over" not in str(audit(model, tokens))
 
 
 def test_repeated_runs_are_folded() -> None:

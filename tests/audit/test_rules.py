@@ -185,3 +185,65 @@ def test_rules_leave_the_model_as_it_was() -> None:
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state) and model.training
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_gains_of_both_signs_where_they_are_common(ends: bool) -> None:
+    """Of batch norms (RepVGG starts them so), and of norms that end a branch, which many models start at 0."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64) if ends else nn.BatchNorm1d(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.norm(self.linear(x)) if ends else self.norm(self.linear(x))
+
+    model = nn.Sequential(Block(), Block(), Block(), nn.LayerNorm(64)).eval()
+    for block in model[:3]:
+        nn.init.normal_(block.norm.weight, 0.0, 0.1)  # type: ignore[union-attr, arg-type]
+    x = torch.randn(4, 64)
+    assert "gain-offset" not in [f.rule for f in audit(model, x).findings]
+    nn.init.normal_(model[3].weight, 0.0, 0.1)  # type: ignore[arg-type]
+    assert "gain-offset" in [f.rule for f in audit(model, x).findings]
+
+
+def test_a_pyramid_on_a_convolutional_stream_lacks_no_final_norm() -> None:
+    class Block(nn.Module):
+        def __init__(self, given: int, width: int) -> None:
+            super().__init__()
+            step = 1 if given == width else 2
+            self.up, self.up_norm = nn.Conv2d(given, width, 3, step, 1), nn.BatchNorm2d(width)
+            self.down, self.down_norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+            shortcut = nn.Sequential(nn.Conv2d(given, width, 1, step), nn.BatchNorm2d(width))
+            self.shortcut = nn.Identity() if step == 1 else shortcut
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            branch = self.down_norm(self.down(torch.relu(self.up_norm(self.up(x)))))
+            return torch.relu(branch + self.shortcut(x))
+
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = (8, 12, 16)
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.stages = nn.ModuleList(
+                nn.Sequential(Block(i, o), Block(o, o)) for i, o in zip((8, *widths), widths, strict=False)
+            )
+            self.across = nn.ModuleList(nn.Sequential(nn.Conv2d(w, 8, 1), nn.GroupNorm(4, 8)) for w in widths)
+            self.head = nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            levels = []
+            for stage, across in zip(self.stages, self.across, strict=True):
+                x = stage(x)
+                levels.append(across(x))
+            total = levels[2]
+            for level in levels[1::-1]:
+                total = level + nn.functional.interpolate(total, scale_factor=2)
+            return self.head(total)
+
+    result = audit(Pyramid().eval(), torch.randn(2, 3, 16, 16))
+    assert result["across.0.1"].placement == "output"  # what is added to the pyramid's stream
+    assert "missing-final-norm" not in [f.rule for f in result.findings]

@@ -173,3 +173,24 @@ def test_a_random_model_is_as_before(seed: int) -> None:
     assert x.grad is None
     assert state_of(model) == before
     hook.remove()
+
+
+@pytest.mark.parametrize("before", [None, 3.0])
+def test_gradients_of_a_model_that_runs_backward_in_its_forward(before: float | None) -> None:
+    class Adapting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                self.linear(x).square().sum().backward()
+            return self.norm(self.linear(x))
+
+    model = Adapting()
+    grad = None if before is None else torch.full((WIDTH, WIDTH), before)
+    model.linear.weight.grad = grad
+    audit(model, torch.randn(2, WIDTH))
+    assert model.linear.weight.grad is grad
+    assert before is None or bool((model.linear.weight.grad == before).all())
+    assert model.linear.bias.grad is None

@@ -135,3 +135,38 @@ def test_a_missing_shard_and_a_cut_file(tmp_path: Path) -> None:
 def test_a_path_with_any_letters(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["audit", str(folder(tmp_path / "ünï cödé 模"))])
     assert result.exit_code == 0, result.output
+
+
+def test_two_outputs_in_one_place_are_refused(tmp_path: Path) -> None:
+    where = folder(tmp_path / "model")
+    assert "--json and --sarif both write to standard output" in refused(run(str(where), "--json", "-", "--sarif", "-"))
+    out = str(tmp_path / "out")
+    assert f"--json and --html both write to {out}" in refused(run(str(where), "--json", out, "--html", out))
+    assert not Path(out).exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_said_with_the_files_name(tmp_path: Path) -> None:
+    where = folder(tmp_path / "model")
+    ended = run(str(where), "--html", "/dev/full")
+    assert ended.exit_code == 2
+    assert "cannot write /dev/full: No space left" in ended.stderr
+
+
+def test_inputs_larger_than_memory(tmp_path: Path) -> None:
+    where = folder(tmp_path / "model")
+    for dtype in ("int64", "float32"):
+        said = refused(run(str(where), "--inputs", f"input_ids={10**9}x{10**9}:{dtype}"))
+        assert "more than memory holds" in said
+
+
+def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
+    where = folder(tmp_path / "model")
+    torch.save(torch.ones(3), where / "one.pt")
+    assert "one.pt holds no tensors by name" in refused(run(str(where / "one.pt")))
+
+
+def test_an_index_without_its_parts(tmp_path: Path) -> None:
+    where = folder(tmp_path / "model")
+    (where / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone"}}')
+    assert "KeyError: 'metadata'" in refused(run(str(where)))

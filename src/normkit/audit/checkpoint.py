@@ -61,9 +61,9 @@ def read(paths: Iterable[Path]) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for path in paths:
-        found |= dict(_flat(_contents(path)))
+        found |= dict(named for named in _flat(_contents(path)) if named[0])  # a lone tensor is nobody's
     if not found:
-        raise CheckpointError(f"{', '.join(p.name for p in paths)} holds no tensors")
+        raise CheckpointError(f"{', '.join(p.name for p in paths)} holds no tensors by name")
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ def audit(
         An `Audit`; ``to_dict()`` is its published JSON form.
 
     Raises:
-        AuditError: the model's forward raised before any norm, or it holds parameters that are not initialized yet.
+        AuditError: the model's forward raised before any norm, it holds parameters that are not initialized yet, or an
+            input is an iterator, which one run would use up.
             A submodule that raises later is named in ``failures``, and the rest is audited.
         TypeError: ``model`` is no module; or an option is given that is also the name of an argument of the model's
             forward that is not given by position, so that it may be meant for either.
@@ -97,6 +99,9 @@ def audit(
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise AuditError(f"{lazy[0]} is not initialized yet (a lazy module): run the model once, then audit it")
+    for given in (*example_args, *example_kwargs.values()):
+        if isinstance(given, Iterator):
+            raise AuditError(f"an input is a {type(given).__name__}, which one run uses up: give a list")
     found = survey(model, example_args, example_kwargs, progress)
     recorded, placed, norms, branches = found.recorded, found.placed, found.norms, found.branches
     numbers = None
@@ -144,13 +149,21 @@ def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], **given: bool) ->
     Raises:
         TypeError: it is, and the model's argument is not given by position.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _parameters(model)
     by_position = list(parameters)[: len(args)]
     for name in (n for n, is_given in given.items() if is_given and n in parameters and n not in by_position):
         raise TypeError(
             f"{name}= is an option of audit and an argument of {type(model).__name__}.forward, and goes to audit: "
             "give the model's argument by position, or wrap the model in a module whose argument has another name"
         )
+
+
+def _parameters(model: nn.Module) -> Collection[str]:
+    """The arguments of a model's forward; none where it cannot say them (a traced program)."""
+    try:
+        return inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return ()
 
 
 def _device(recorded: Trace, parameters: list[nn.Parameter]) -> str:
@@ -233,7 +246,9 @@ def assert_clean(
 
 def _config_of(model: nn.Module, config: Any) -> Mapping[str, Any]:
     """A config as plain values."""
-    config = getattr(unwrapped(model), "config", None) if config is None else config
+    if config is None:
+        with contextlib.suppress(Exception):  # a model whose attributes raise
+            config = getattr(unwrapped(model), "config", None)
     to_dict = getattr(config, "to_dict", None)
     made = to_dict() if callable(to_dict) else config
     return made if isinstance(made, Mapping) else {}
@@ -310,7 +325,7 @@ def _refusal(model: nn.Module, recorded: Trace, args: tuple[Any, ...], kwargs: d
         )
     where = recorded.failures[0].module if recorded.failures else ""
     given = [_described(a) for a in args] + [f"{name}={_described(v)}" for name, v in kwargs.items()]
-    takes = ", ".join(inspect.signature(model.forward).parameters)
+    takes = ", ".join(_parameters(model))
     return (
         f"{type(model).__name__} raised {described(recorded.error)} (in {where or 'its own forward'}); it was called "
         f"with {', '.join(given) or 'nothing'} and takes {takes}: give inputs that fit"

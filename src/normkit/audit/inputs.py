@@ -286,7 +286,11 @@ def parse_inputs(specifications: Iterable[str]) -> dict[str, Tensor]:
                 f"(dtypes: {', '.join(_DTYPES)}), or give a .safetensors file"
             )
         shape = tuple(int(n) for n in match[2].split("x"))
-        inputs[match[1]] = floats(*shape).to(dtype) if dtype.is_floating_point else _integers(match[1], shape, dtype)
+        try:
+            made = floats(*shape).to(dtype) if dtype.is_floating_point else _integers(match[1], shape, dtype)
+        except (RuntimeError, MemoryError, OverflowError):
+            raise InputError(f"--inputs {text!r} is more than memory holds; give a smaller shape") from None
+        inputs[match[1]] = made
     return inputs
 
 

@@ -84,6 +84,10 @@ def command(
     Example: normkit audit minilm --data inputs --html minilm.html
     Example: normkit audit minilm --ignore misleading-name --fail-on warning
     """
+    wanted = outputs.Wanted(json=json, html=html, sarif=sarif, github=github, all=all, data=data or ["inputs"])
+    shared = wanted.shared()
+    if shared is not None:
+        raise refuse("audit", shared)
     with messages().status("importing torch") as status:
 
         def progress(text: str) -> None:
@@ -105,11 +109,10 @@ def command(
         except _Refused as refused:
             status.stop()
             raise refuse("audit", refused) from None
-    wanted = outputs.Wanted(json=json, html=html, sarif=sarif, github=github, all=all, data=data or ["inputs"])
     try:
         outputs.write(result, model, wanted)
     except OSError as error:
-        raise refuse("audit", f"cannot write {error.filename}: {error.strerror or error}") from None
+        raise refuse("audit", f"cannot write {error.filename or html}: {error.strerror or error}") from None
     raise typer.Exit(_exit_code(result, fail_on))
 
 

@@ -27,6 +27,16 @@ class Wanted:
     data: list[str] = field(default_factory=list)
     """What was measured on, as the user named it."""
 
+    def shared(self) -> str | None:
+        """What two of the options would write over each other, if there is such a place."""
+        given = [(name, str(path)) for name, path in vars(self).items() if isinstance(path, Path)]
+        for number, (name, path) in enumerate(given):
+            for other, same in given[:number]:
+                if path == same:
+                    where = "standard output" if path == "-" else path
+                    return f"--{other} and --{name} both write to {where}: give one of them another file"
+        return None
+
 
 def write(audit: Audit, title: str, wanted: Wanted) -> None:
     """Print the tables, unless standard output is asked for by a file, and write the files.

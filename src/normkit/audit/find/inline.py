@@ -174,6 +174,7 @@ class InlineNorms:
         self.products = sums_by_product(trace)
         self.consumers: dict[int, list[int]] = {}
         self._known: dict[int, Match | None] = {}
+        self._ends: set[int] = set()  # the last operators of norms: what follows one may be normalized once more
         self._identified: dict[str, Identification] = {}
         self._dynamic = bytearray(len(trace.values))
         for value in trace.inputs:
@@ -227,6 +228,7 @@ class InlineNorms:
             if match is None:
                 continue
             taken.update(match.call.nodes)
+            self._ends.add(trace.values[match.call.output].producer)
             owner = trace.nodes[lead].call
             name = trace.calls[owner].name if owner >= 0 else ""
             number = numbers[owner, name] = numbers.get((owner, name), -1) + 1
@@ -419,7 +421,7 @@ class InlineNorms:
                 if self.trace.values[value].shape == shape and self.trace.values[value].dtype.is_floating_point:
                     candidates.append(value)
                 producer = self.trace.producer(value)
-                if producer is None or self._stops(producer):
+                if producer is None or self._stops(producer) or producer.index in self._ends:
                     continue
                 ahead.extend(producer.inputs)
             todo = ahead

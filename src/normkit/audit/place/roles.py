@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 from normkit.audit.trace.graph import Node
 
 
@@ -97,6 +99,8 @@ def role_of(node: Node, name: str) -> Role:
             return role
     if name == "embedding":
         return Role.EMBED
-    if node.op is not None and not node.op._schema.name.startswith(("aten::", "prims::")) and len(node.inputs) > 1:
-        return Role.MIX  # a custom kernel of several tensors: attention, a scan, a fused map
+    if node.op is not None and not node.op._schema.name.startswith(("aten::", "prims::")):
+        packed = any(isinstance(argument, torch.ScriptObject) for argument in node.args)  # quantized weights
+        if packed or len(node.inputs) > 1:
+            return Role.MIX  # a custom kernel of several tensors: attention, a scan, a fused map
     return Role.OTHER

@@ -102,7 +102,7 @@ class _Placer:
         """The placement of every occurrence, in the order of the run."""
         aheads = {vertex: self._ahead(vertex) for vertex in sorted(self.flow.norms)}
         for ahead in reversed(aheads.values()):  # a norm of a norm: the first is where the second one is
-            if not (ahead.identity or ahead.branch or ahead.mixes):
+            if not (ahead.identity or ahead.branch):
                 ahead.identity = next((aheads[n].identity for n in ahead.norms if aheads[n].identity), [])
                 ahead.again = bool(ahead.identity)
         for vertex, ahead in aheads.items():

@@ -157,14 +157,11 @@ def _box(
     branch = step.branch
     assert branch is not None
     name = branch.name or "branch"
-    label = name.rsplit(".", 1)[-1]
-    if label.isdigit():
-        label = ".".join(collapse(name).rsplit(".", 2)[-2:])
     canvas.draw(
         '<g><title>{full}</title><rect class="box{c}" x="{x}" y="{y}" width="{w}" height="44" rx="5"/>'
         '<text class="boxname" x="{cx}" y="{ty}" text-anchor="middle">{label}</text></g>',
         full=name if one else collapse(name), c=_mark(branch.name, worst), x=x, y=middle - 22, w=width,
-        cx=x + width / 2, ty=middle + (-5.0 if inside else 4.0), label=_short(label, 20),
+        cx=x + width / 2, ty=middle + (-5.0 if inside else 4.0), label=_short(_last(name), 20),
     )  # fmt: skip
     for number, (slot, norm) in enumerate(inside[:3]):
         left = x + width / 2 + (number - min(len(inside), 3) / 2) * 54 + 2
@@ -172,8 +169,14 @@ def _box(
             '<g><title>{full}</title><rect class="norm{c}" x="{x}" y="{y}" width="50" height="16" rx="8"/>'
             '<text class="tiny" x="{cx}" y="{ty}" text-anchor="middle">{t}</text></g>',
             full=_full(norm), c=_mark(norm.name, worst), x=left, y=middle + 2, cx=left + 25, ty=middle + 13.5,
-            t="inner" if slot == "inner" else _short(norm.name.rsplit(".", 1)[-1], 8),
+            t="inner" if slot == "inner" else _short(_last(norm.name), 8),
         )  # fmt: skip
+
+
+def _last(name: str) -> str:
+    """The last part of a dotted name, and the one before it where that is a number."""
+    last = name.rsplit(".", 1)[-1]
+    return ".".join(collapse(name).rsplit(".", 2)[-2:]) if last.isdigit() else last
 
 
 def _labels(canvas: _Canvas, step: Step, x: float, back: float) -> None:

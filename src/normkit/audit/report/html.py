@@ -111,7 +111,9 @@ def _stream_names(audit: Audit, numbers: list[int]) -> dict[int, str]:
         found[number] = ".".join(shared)
     if len(set(found.values())) < len(found) or not all(found.values()):
         found = {n: f"stream {n}" + (f" ({found[n]})" if found[n] else "") for n in numbers}
-    return {n: "residual stream" if len(numbers) == 1 else f"residual stream {t}" for n, t in found.items()}
+    if len(numbers) == 1:
+        return dict.fromkeys(found, "residual stream")
+    return {n: f"residual {t}" if t.startswith("stream ") else f"residual stream {t}" for n, t in found.items()}
 
 
 def _gains(audit: Audit) -> dict[str, GainNumbers | None]:
@@ -194,7 +196,7 @@ def _branch_charts(audit: Audit, numbers: Numbers, depth: str) -> list[Chart]:
     names = _stream_names(audit, streams)
     rms = tuple(
         Series(
-            "stream" if len(streams) == 1 else names[s].removeprefix("residual stream "),
+            "stream" if len(streams) == 1 else re.sub(r"^residual (stream (?!\d))?", "", names[s]),
             tuple((float(b.depth), b.stream_rms) for b in numbers.branches if b.stream == s),
         )
         for s in streams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normkit.audit.numbers.record import Numbers
 from normkit.audit.report import describe
 from normkit.audit.report.grouping import group
 from normkit.audit.result import SEVERITIES, Audit, BranchRecord, Finding, NormRecord, collapse
@@ -22,6 +24,8 @@ def show(audit: Audit, console: Console, *, title: str, every: bool = False) -> 
     console.print(_norm_table(audit.norms, every))
     if audit.branches:
         console.print(_branch_line(audit.branches))
+    if audit.numbers is not None:
+        console.print(_number_line(audit.numbers))
     for text in _notes(audit, every):
         console.print(Text(f"note: {text}", style="dim"))
     _print_findings(audit.findings, console, every)
@@ -92,6 +96,27 @@ def _branch_line(branches: Sequence[BranchRecord]) -> Text:
                 runs.append([placement])
         parts.append(", ".join(f"{len(run)} {run[0]}" for run in runs))
     text.append("; ".join(parts), style="not bold")
+    return text
+
+
+def _number_line(numbers: Numbers) -> Text:
+    """The ends of what was measured; all of it is in the files."""
+    parts: list[str] = []
+    branches = [b for b in numbers.branches if math.isfinite(b.share)]
+    if branches:
+        sizes = [b.stream_rms for b in branches]
+        least = min(branches, key=lambda b: b.share)
+        parts.append(f"stream RMS {min(sizes):.3g} to {max(sizes):.3g}")
+        parts.append(f"least branch share {least.share:.2g} ({least.name})")
+    norms = [n for n in numbers.norms if math.isfinite(n.outlier_ratio)]
+    if norms:
+        widest = max(norms, key=lambda n: n.outlier_ratio)
+        parts.append(f"largest channel {widest.outlier_ratio:.3g} times the median one ({widest.name})")
+    if numbers.attentions:
+        largest = max(numbers.attentions, key=lambda a: a.logit_max)
+        parts.append(f"largest attention logit {largest.logit_max:.3g} ({largest.name})")
+    text = Text(f"measured over {numbers.batches} batch{'' if numbers.batches == 1 else 'es'}: ", style="bold")
+    text.append("; ".join(parts) or "nothing", style="not bold")
     return text
 
 

@@ -19,11 +19,17 @@ _DENORMAL = 1e-30
 
 @rule("gain-offset", "error", "the stored gains look like 1 + w read as w, or the reverse")
 def gain_offset(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
-    """Same keys, shapes and dtypes: only the values tell a gain from a gain less one."""
+    """Same keys, shapes and dtypes: only the values tell a gain from a gain less one.
+
+    No published model stores the gains of batch statistics less one, and trained ones of both signs are common. Nor is
+    a norm that ends a branch suspect by itself: many start it at 0, so that the branch starts as the identity.
+    """
+    ends = {name for branch in evidence.branches for name in branch.slots.get("output", ())}
     groups: dict[tuple[str, float], list[NormRecord]] = {}
     for norm in evidence.norms:
-        if norm.spec is not None and norm.spec.has_weight and norm.spec.weight_offset in (0.0, 1.0):
-            groups.setdefault((collapse(norm.name), norm.spec.weight_offset), []).append(norm)
+        spec = norm.spec
+        if spec is not None and spec.has_weight and spec.weight_offset in (0.0, 1.0) and spec.axes != "batch":
+            groups.setdefault((collapse(norm.name), spec.weight_offset), []).append(norm)
     suspects: dict[float, list[str]] = {}
     for (_, offset), norms in groups.items():
         assert norms[0].spec is not None
@@ -34,6 +40,8 @@ def gain_offset(evidence: Evidence, finding: MakeFinding) -> Iterator[Finding]:
         if gains and _contradicts(torch.cat(gains), offset):
             suspects.setdefault(offset, []).extend(names(norms))
     for offset, where in suspects.items():
+        if offset == 0 and ends.issuperset(where):
+            continue
         if offset == 0:
             message = "multiplies by the stored gain, whose values lie around 0 with both signs, as gains stored less "
             message += "one do: the features come out near zero, half of them with their sign changed"

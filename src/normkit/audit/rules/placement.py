@@ -18,8 +18,9 @@ def missing_final_norm(evidence: Evidence, finding: MakeFinding) -> Iterator[Fin
         wanting = [b for b in branches if b.placement in PLACEMENTS and PLACEMENTS[b.placement].final_norm]
         if len(branches) < 2 or branches[-1] not in wanting or stream in evidence.continued:
             continue
-        if all(place == "conv" for b in branches for place in _places(evidence, b)):
-            continue  # convolutional networks end in pooling, and need none
+        places = [place for b in branches for place in _places(evidence, b)]
+        if 2 * places.count("conv") > len(places):
+            continue  # convolutional networks end in pooling or in a head's convolutions, and need none
         if not _finals(evidence, stream):
             yield finding(
                 (branches[-1].name,),

@@ -94,6 +94,7 @@ def trace(
         stack.enter_context(_no_fast_path())
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
         stack.enter_context(same_attributes(model))
+        stack.enter_context(_same_gradients(model))
         stack.callback(recorder.restore)
         stack.enter_context(recorder.hooks())
         recorder.trace.inputs = recorder.register_inputs(args, kwargs)
@@ -153,6 +154,21 @@ def same_attributes(model: nn.Module) -> Generator[None, None, None]:
             if not _same(holder, before):
                 holder.clear()
                 holder.extend(before) if isinstance(holder, list) else holder.update(before)
+
+
+@contextlib.contextmanager
+def _same_gradients(model: nn.Module) -> Generator[None, None, None]:
+    """Gradients as before, of a model that runs backward in its forward: they are laid aside for the run."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, grad in kept:
+            if grad is not None:
+                parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in kept:
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
 
 def _same(holder: Any, before: Any) -> bool:
@@ -293,6 +309,11 @@ class _Recorder(TorchDispatchMode):
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # the model's own: autograd took nothing apart
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         inputs: list[int] = []
 
         def template(item: Any) -> Any:
