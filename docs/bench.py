@@ -1,4 +1,8 @@
-"""Write the results of docs/bench.md and its picture from docs/bench/results.csv: ``python docs/bench.py --write``."""
+"""Write the results of docs/bench.md and its picture from the CSV files of docs/bench: ``python docs/bench.py --write``.
+
+results.csv is the grid. compiled.csv, where there is one, is a run of fewer cells with torch.compile too, whose
+compilation takes hours for the whole grid.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from normkit.bench.results import Result, read
+from normkit.bench.results import COPY, Result, read
 from normkit.bench.summary import Cell, Line, by, cells, left_out, line
 
 DOCS = Path(__file__).parent
 PAGE, RESULTS, PICTURE = DOCS / "bench.md", DOCS / "bench" / "results.csv", DOCS / "bench" / "ratios.svg"
+COMPILED = DOCS / "bench" / "compiled.csv"
 BEGIN, END = "<!-- results: written by docs/bench.py -->", "<!-- end of results -->"
 GRID = 900
 
@@ -19,23 +24,35 @@ GRID = 900
 def text(about: dict[str, str], results: list[Result]) -> str:
     """The results' part of the page."""
     found = cells(results)
-    parts = [_state(len({r.case for r in results})), _facts(about)]
+    parts = [_state(results), _facts(about), *_tables(found)]
+    parts += [f"![ratios](bench/{PICTURE.name})", _notable(found), _behind(found), _left_out(results)]
+    if COMPILED.exists():
+        _, others = read(COMPILED)
+        compared = cells(others)
+        parts += ["### With torch.compile", _state(others), *_tables(compared), _behind(compared), _left_out(others)]
+    return "\n\n".join(parts)
+
+
+def _tables(found: list[Cell]) -> list[str]:
     sets: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("norm", lambda c: c.norm),
         ("mode", lambda c: c.mode),
         ("dtype", lambda c: c.dtype),
         ("threads", lambda c: c.threads),
     )
+    tables = []
     for name, key in sets:
-        parts.append(_table(name, [*by(found, key), line("all", found)] if name == "norm" else by(found, key)))
-    parts += [f"![ratios](bench/{PICTURE.name})", _notable(found), _behind(found), _left_out(results)]
-    return "\n\n".join(parts)
+        lines = by(found, key)
+        if name == "norm" or len(lines) > 1:
+            tables.append(_table(name, [*lines, line("all", found)] if name == "norm" else lines))
+    return tables
 
 
-def _state(count: int) -> str:
-    if count == GRID:
-        return f"One run of the whole grid, {count} cells."
-    return f"**A part of the grid, {count} of {GRID} cells: a placeholder for the whole.**"
+def _state(results: list[Result]) -> str:
+    count = len({r.case for r in results})
+    what = "One run of the whole grid" if count == GRID else f"One run of a part of the grid: of {GRID} cells"
+    names = list(dict.fromkeys(r.provider for r in results if r.provider != COPY))
+    return f"{what}, {count}, with {', '.join(names)}."
 
 
 def _facts(about: dict[str, str]) -> str:

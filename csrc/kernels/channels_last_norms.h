@@ -59,6 +59,15 @@ inline void last_merge(const ChannelsForward& a, int64_t begin, int64_t end) {
   }
 }
 
+// Whether rstd * gain can be formed beforehand: not where it leaves the range in which it is exact to rounding (values of
+// 1e30 with gains of 1e-10), though x̂ * gain does not.
+template <class A>
+NORMKIT_INLINE bool is_safe_scale(A scale, A gain) {
+  constexpr A small = sizeof(A) == 4 ? A(1e-34) : A(1e-290), large = sizeof(A) == 4 ? A(1e34) : A(1e290);
+  const A size = scale < 0 ? -scale : scale;
+  return (size > small && size < large) || gain == 0;
+}
+
 // Per-channel coefficients of one sample, as rows that the elementwise pass reads beside x.
 template <class A>
 struct ChannelCoefficients {
@@ -83,7 +92,18 @@ struct ChannelCoefficients {
   A *high, *low, *rstd;
 };
 
-// Unit: one row of channels.
+// f(sample, from, to) for the rows of each sample in [begin, end).
+template <class F>
+NORMKIT_INLINE void for_each_sample(const Volume& v, int64_t begin, int64_t end, const F& f) {
+  for (int64_t sample = begin / v.space, from = begin; from < end; ++sample) {
+    const int64_t to = smaller(end, (sample + 1) * v.space);
+    f(sample, from, to);
+    from = to;
+  }
+}
+
+// Unit: one row of channels. What a row of channels reads beside x is most of the work: rstd * gain is formed beforehand
+// where it can be, and a lower part of the means is read where there is one (given statistics are mostly floats).
 template <class X>
 void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
@@ -91,24 +111,42 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   const A* gain = static_cast<const A*>(a.gain);
   const A* bias = static_cast<const A*>(a.bias);
   ChannelCoefficients<A> k(channels);
-  int64_t filled = -1;
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t sample = row / a.shape.space;
-    if (sample != filled) {
-      k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-      filled = sample;
+  ScratchRow<A> scales(channels);
+  A* scale = scales.get();
+  for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
+    k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+    bool in_steps = false, flat = true;
+    for (int64_t c = 0; c < channels; ++c) {
+      scale[c] = k.rstd[c] * gain[c];
+      in_steps |= !is_safe_scale(scale[c], gain[c]);
+      flat &= k.low[c] == 0;
     }
-    const X* x = static_cast<const X*>(a.x) + row * channels;
-    X* y = static_cast<X*>(a.y) + row * channels;
-    if (a.mask && !a.mask[row]) {
-      memset(static_cast<void*>(y), 0, channels * sizeof(X));
-      continue;
+    const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
+      for (int64_t row = from; row < to; ++row) {
+        const X* x = static_cast<const X*>(a.x) + row * channels;
+        X* y = static_cast<X*>(a.y) + row * channels;
+        if (a.mask && !a.mask[row])
+          memset(static_cast<void*>(y), 0, channels * sizeof(X));
+        else
+          for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA { store(y + c, at(x, c, tag), tag); });
+      }
+    };
+    if (in_steps) [[unlikely]] {
+      each_row([&](const X* x, int64_t c, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> centred = (load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag);
+        return centred * load(k.rstd + c, tag) * load(gain + c, tag) + load(bias + c, tag);
+      });
+    } else if (flat) {
+      each_row([&](const X* x, int64_t c, auto tag) NORMKIT_LAMBDA {
+        return (load(x + c, tag) - load(k.high + c, tag)) * load(scale + c, tag) + load(bias + c, tag);
+      });
+    } else {
+      each_row([&](const X* x, int64_t c, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> centred = (load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag);
+        return centred * load(scale + c, tag) + load(bias + c, tag);
+      });
     }
-    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-      const Vec<A> centred = (load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag);
-      store(y + c, centred * load(k.rstd + c, tag) * load(gain + c, tag) + load(bias + c, tag), tag);
-    });
-  }
+  });
 }
 
 // ---- backward ----
@@ -202,39 +240,37 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   ChannelCoefficients<A> k(channels);
   ScratchRow<A> means(2 * channels);
   A *s1 = means.get(), *s2 = s1 + channels;
-  int64_t filled = -1;
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t sample = row / a.shape.space;
-    if (sample != filled) {
-      k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-      const double* sums = a.sums + sample * 2 * channels;
-      const double scale = a.frozen || a.count == 0 ? 0 : 1 / a.count;
-      for (int64_t group = 0; group < a.groups; ++group) {
-        double total = 0, total_hat = 0;
-        for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
-          total += gain[c] * sums[c];
-          total_hat += gain[c] * sums[channels + c];
-        }
-        for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
-          s1[c] = A(total * scale);
-          s2[c] = A(total_hat * scale);
-        }
+  for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
+    k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+    const double* sums = a.sums + sample * 2 * channels;
+    const double share = a.frozen || a.count == 0 ? 0 : 1 / a.count;
+    for (int64_t group = 0; group < a.groups; ++group) {
+      double total = 0, total_hat = 0;
+      for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
+        total += gain[c] * sums[c];
+        total_hat += gain[c] * sums[channels + c];
       }
-      filled = sample;
+      for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
+        s1[c] = A(total * share);
+        s2[c] = A(total_hat * share);
+      }
     }
-    const X* g = static_cast<const X*>(a.grad) + row * channels;
-    const X* x = static_cast<const X*>(a.x) + row * channels;
-    X* dx = static_cast<X*>(a.dx) + row * channels;
-    if (a.mask && !a.mask[row]) {
-      memset(static_cast<void*>(dx), 0, channels * sizeof(X));
-      continue;
+    for (int64_t row = from; row < to; ++row) {
+      const X* g = static_cast<const X*>(a.grad) + row * channels;
+      const X* x = static_cast<const X*>(a.x) + row * channels;
+      X* dx = static_cast<X*>(a.dx) + row * channels;
+      if (a.mask && !a.mask[row]) {
+        memset(static_cast<void*>(dx), 0, channels * sizeof(X));
+        continue;
+      }
+      for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        const Vec<A> rstd = load(k.rstd + c, tag);
+        const Vec<A> hat = ((load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag)) * rstd;
+        const Vec<A> h = load(g + c, tag) * load(gain + c, tag);
+        store(dx + c, (h - load(s1 + c, tag) - hat * load(s2 + c, tag)) * rstd, tag);
+      });
     }
-    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-      const Vec<A> rstd = load(k.rstd + c, tag);
-      const Vec<A> hat = ((load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag)) * rstd;
-      store(dx + c, (load(g + c, tag) * load(gain + c, tag) - load(s1 + c, tag) - hat * load(s2 + c, tag)) * rstd, tag);
-    });
-  }
+  });
 }
 
 inline void last_moments(const ChannelsForward& a, int64_t begin, int64_t end) {

@@ -111,11 +111,18 @@ NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
   }
 NORMKIT_HALF(float16)
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Both registers by one packing.
+// Both registers by one packing; a NaN in either (rare) by the long way.
 NORMKIT_INLINE __m256i packed(const VecF& v) {
-  const __m256i halves = _mm256_packus_epi32((__m256i)(rounded_to_upper_half(v.part[0]) >> 16),
-                                             (__m256i)(rounded_to_upper_half(v.part[1]) >> 16));
-  return _mm256_permute4x64_epi64(halves, 0xd8);
+  const auto rounded = [](VecF::Native part) NORMKIT_LAMBDA {
+    const U32 u = bits_of(part);
+    return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  };
+  U32 low = rounded(v.part[0]), high = rounded(v.part[1]);
+  if (_mm256_movemask_ps(_mm256_cmp_ps((__m256)v.part[0], (__m256)v.part[1], _CMP_UNORD_Q))) [[unlikely]] {
+    low = rounded_to_upper_half(v.part[0]) >> 16;
+    high = rounded_to_upper_half(v.part[1]) >> 16;
+  }
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low, (__m256i)high), 0xd8);
 }
 NORMKIT_INLINE VecF load(const bfloat16* p, Full) {
   VecF r;

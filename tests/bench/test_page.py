@@ -39,4 +39,15 @@ def test_another_result_makes_the_page_stale(tmp_path: Path, monkeypatch: pytest
 
 def test_only_a_whole_run_is_called_one() -> None:
     made = script("docs/bench.py")
-    assert "placeholder" in made._state(899) and "placeholder" not in made._state(900)
+    results = read(made.RESULTS)[1]
+    one = results[0].case
+    less = made._state([r for r in results if r.case != one])
+    assert "a part of the grid" in less and "whole" not in less
+    whole = len({r.case for r in results}) == made.GRID
+    assert made._state(results).startswith("One run of the whole grid" if whole else "One run of a part")
+
+
+def test_cells_with_compiled_code_are_told_apart() -> None:
+    made = script("docs/bench.py")
+    page = (DOCS / "bench.md").read_text(encoding="utf-8")
+    assert ("### With torch.compile" in page) == made.COMPILED.exists()
