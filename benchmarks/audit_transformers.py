@@ -1,7 +1,8 @@
 """Audit the default config of every transformers model type, each in a process of its own, and table what came out.
 
-Run: python benchmarks/audit_transformers.py --page     every type on the meta device, then docs/audit-coverage.md
-     python benchmarks/audit_transformers.py llama t5   only these; --layers 2 cuts stacks, --out FILE keeps rows
+Run: python benchmarks/audit_transformers.py --text --page     every text type on meta, then docs/audit-coverage.md
+     python benchmarks/audit_transformers.py --page            the same for every type there is
+     python benchmarks/audit_transformers.py llama t5          only these; --layers 2 cuts stacks, --out FILE keeps rows
 
 A type that takes too long at its default depth is run once more with its stacks cut, and the page says so.
 """
@@ -136,7 +137,7 @@ def _run(kind: str, layers: int | None, device: str, seconds: int, gib: int) -> 
     return row
 
 
-def page(rows: list[dict[str, Any]], layers: int | None) -> str:
+def page(rows: list[dict[str, Any]], layers: int | None, text: bool) -> str:
     """The table of docs/audit-coverage.md."""
     import transformers
 
@@ -145,9 +146,9 @@ def page(rows: list[dict[str, Any]], layers: int | None) -> str:
     lines = [
         "# What an audit can run",
         "",
-        f"The default config of every model type of transformers {transformers.__version__} that has one, built on the",
-        f"meta device and audited with guessed inputs{depth}.",
-        "Made by `python benchmarks/audit_transformers.py --page`.",
+        f"The default config of every {'text ' if text else ''}model type of transformers {transformers.__version__} that "
+        f"has one, built on the meta device and audited with guessed inputs{depth}.",
+        f"Made by `python benchmarks/audit_transformers.py {'--text ' if text else ''}--page`.",
         "",
         "Where a model does not run on meta, it is built on the CPU, up to two billion parameters.",
         "A guessed value is one that control flow or a shape asked of a meta tensor.",
@@ -188,6 +189,7 @@ def main() -> None:
     """Audit, print a line a type, and write the page when every type was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
+    parser.add_argument("--text", action="store_true", help="only types that are listed under a text task")
     parser.add_argument("--layers", type=int, help="cut every stack to this many layers")
     parser.add_argument("--device", default="meta", choices=("meta", "cpu"))
     parser.add_argument("--out", type=Path, help="append the rows as JSON lines; types already there are not run again")
@@ -205,7 +207,8 @@ def main() -> None:
         [json.loads(line) for line in given.out.read_text().splitlines()] if given.out and given.out.exists() else []
     )
     rows = {row["type"]: row for row in known}
-    for kind in given.types or sorted(library.CONFIG_MAPPING.keys()):
+    every = sorted(library.CONFIG_MAPPING.keys())
+    for kind in given.types or [k for k in every if not given.text or _listed_modality(k) == "text"]:
         if kind in rows:
             continue
         row = rows[kind] = run(kind, given.layers, given.device, given.seconds, given.gib)
@@ -214,7 +217,7 @@ def main() -> None:
             with given.out.open("a") as out:
                 out.write(json.dumps(row) + "\n")
     if given.page:
-        PAGE.write_text(page(list(rows.values()), given.layers), encoding="utf-8")
+        PAGE.write_text(page(list(rows.values()), given.layers, given.text), encoding="utf-8")
 
 
 if __name__ == "__main__":

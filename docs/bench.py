@@ -1,4 +1,4 @@
-"""Write the results of docs/bench.md and its picture from the CSV files of docs/bench: ``python docs/bench.py --write``.
+"""Write the results of docs/bench.md and its picture from docs/bench/*.csv: ``python docs/bench.py --write``.
 
 results.csv is the grid. compiled.csv, where there is one, is a run of fewer cells with torch.compile too, whose
 compilation takes hours for the whole grid.

@@ -93,7 +93,11 @@ void backward_block(const RowsBackward& a, int64_t block) {
     };
     constexpr int L = Vec<A>::kLanes;
     if (a.stream && gate_at == GateAt::nowhere && n % L == 0 && reinterpret_cast<uintptr_t>(dxp) % 64 == 0)
-      for (int64_t j = 0; j < n; j += L) stream(dxp + j, at(j, Full{}));
+      for (int64_t j = 0; j < n; j += L) {  // the next row from memory, which would rest here
+        __builtin_prefetch(xp + a.x.stride[2] + j, 0, 2);
+        __builtin_prefetch(gp + a.grad.stride[2] + j, 0, 2);
+        stream(dxp + j, at(j, Full{}));
+      }
     else
       for_each<A>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(dxp + j, at(j, tag), tag); });
 

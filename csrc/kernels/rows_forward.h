@@ -65,12 +65,13 @@ struct FinishRow {
   const void* gate;
   const A* sigmoids;  // of the gate
   void* y;
+  const char *ahead, *ahead_beside;  // rows of x and of the residual that are read after these, or about there
 };
 
 template <class A>
 struct Finish {
   FinishRow<A> rows[kRowsTogether];
-  int64_t n;
+  int64_t n, x_bytes, residual_bytes;
   bool silu, round_product, stream;
 };
 
@@ -100,7 +101,11 @@ void finish_rows(const Finish<A>& f, int64_t count) {
     };
     constexpr int L = Vec<A>::kLanes;
     if (f.stream && !Gated && n % L == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0)
-      for (int64_t j = 0; j < n; j += L) stream(y + j, at(j, Full{}));
+      for (int64_t j = 0; j < n; j += L) {  // memory would rest while a row that is near is worked on
+        __builtin_prefetch(it.ahead + j * f.x_bytes, 0, 2);
+        if (it.ahead_beside) __builtin_prefetch(it.ahead_beside + j * f.residual_bytes, 0, 2);
+        stream(y + j, at(j, Full{}));
+      }
     else
       for_each<A>(n, [&](int64_t j, auto tag) NORMKIT_LAMBDA { store(y + j, at(j, tag), tag); });
   }
@@ -167,6 +172,8 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
   f.silu = a.silu;
   f.round_product = a.round_product;
   f.stream = a.stream;
+  f.x_bytes = sizeof(X);
+  f.residual_bytes = sizeof(R);
   for (int64_t first = begin; first < end; first += together) {
     const int64_t count = smaller(together, end - first);
     double totals[kRowsTogether];
@@ -183,6 +190,9 @@ void run_rows(const RowsForward& a, int64_t begin, int64_t end, FinishRows<compu
       it.gate = gate.get();
       it.sigmoids = own_sigmoids;
       it.y = y.get();
+      it.ahead = reinterpret_cast<const char*>(x.get() + together * a.x.stride[2]);
+      it.ahead_beside =
+          residual.get() ? reinterpret_cast<const char*>(residual.get() + together * a.residual.stride[2]) : nullptr;
       x.next();
       gate.next();
       residual.next();
