@@ -146,8 +146,8 @@ def page(rows: list[dict[str, Any]], layers: int | None, text: bool) -> str:
     lines = [
         "# What an audit can run",
         "",
-        f"The default config of every {'text ' if text else ''}model type of transformers {transformers.__version__} that "
-        f"has one, built on the meta device and audited with guessed inputs{depth}.",
+        f"The default config of every {'text ' if text else ''}model type of transformers {transformers.__version__} "
+        f"that has one, built on the meta device and audited with guessed inputs{depth}.",
         f"Made by `python benchmarks/audit_transformers.py {'--text ' if text else ''}--page`.",
         "",
         "Where a model does not run on meta, it is built on the CPU, up to two billion parameters.",
