@@ -141,6 +141,7 @@ def page(rows: list[dict[str, Any]], layers: int | None, text: bool) -> str:
     """The table of docs/audit-coverage.md."""
     import transformers
 
+    cut = f"--layers {layers} " if layers else ""
     depth = f", every stack cut to {layers} layers" if layers else ", at its default depth"
     late = [r["type"] for r in rows if r.get("layers")]
     lines = [
@@ -148,7 +149,7 @@ def page(rows: list[dict[str, Any]], layers: int | None, text: bool) -> str:
         "",
         f"The default config of every {'text ' if text else ''}model type of transformers {transformers.__version__} "
         f"that has one, built on the meta device and audited with guessed inputs{depth}.",
-        f"Made by `python benchmarks/audit_transformers.py {'--text ' if text else ''}--page`.",
+        f"Made by `python benchmarks/audit_transformers.py {'--text ' if text else ''}{cut}--page`.",
         "",
         "Where a model does not run on meta, it is built on the CPU, up to two billion parameters.",
         "A guessed value is one that control flow or a shape asked of a meta tensor.",
