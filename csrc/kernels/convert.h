@@ -25,18 +25,20 @@ NORMKIT_INLINE U32 zero_extended(U16 h) { return __builtin_convertvector(h, U32)
 
 NORMKIT_INLINE VecF::Native widen(U16 h, bfloat16) { return float_of(zero_extended(h) << 16); }
 
-// The upper halves hold the rounded value; a NaN stays one, made quiet.
-NORMKIT_INLINE U32 rounded_to_upper_half(VecF::Native v) {
+// The upper halves hold the value rounded to nearest even: of anything but a NaN, and of any value (a NaN stays one,
+// made quiet).
+NORMKIT_INLINE U32 rounded_number(VecF::Native v) {
   const U32 u = bits_of(v);
-  return (v != v) ? (u | 0x400000u) : (u + 0x7fffu + ((u >> 16) & 1u));
+  return u + 0x7fffu + ((u >> 16) & 1u);
 }
+NORMKIT_INLINE U32 rounded_value(VecF::Native v) { return (v != v) ? (bits_of(v) | 0x400000u) : rounded_number(v); }
 
 NORMKIT_INLINE U16 narrow(VecF::Native v, bfloat16) {
 #if defined(__AVX512BF16__)
   // Rounds to nearest even like the integer form, but takes subnormal floats (below 1.2e-38) for zero.
   return (U16)_mm512_cvtneps_pbh((__m512)v);
 #else
-  return __builtin_convertvector(rounded_to_upper_half(v) >> 16, U16);
+  return __builtin_convertvector(rounded_value(v) >> 16, U16);
 #endif
 }
 
@@ -75,11 +77,23 @@ NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
 
 // ---- whole vectors ----
 
-template <class A>
-NORMKIT_INLINE Vec<A> load(const A* p, Full) {
-  Vec<A> r;
-  NORMKIT_UNROLL for (int i = 0; i < Vec<A>::kParts; ++i)
-    memcpy(&r.part[i], p + i * Vec<A>::kPartLanes, kNativeBytes);
+template <class T>
+NORMKIT_INLINE typename Vec<compute_t<T>>::Native load_register(const T* p) {
+  if constexpr (sizeof(T) == 2) {
+    U16 h;
+    memcpy(&h, p, sizeof h);
+    return widen(h, T{});
+  } else {
+    typename Vec<T>::Native v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+}
+template <class T>
+NORMKIT_INLINE Vec<compute_t<T>> load(const T* p, Full) {
+  Vec<compute_t<T>> r;
+  NORMKIT_UNROLL for (int i = 0; i < Vec<compute_t<T>>::kParts; ++i)
+    r.part[i] = load_register(p + i * Vec<compute_t<T>>::kPartLanes);
   return r;
 }
 template <class A>
@@ -89,15 +103,6 @@ NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
 }
 
 #define NORMKIT_HALF(T)                                                      \
-  NORMKIT_INLINE VecF load(const T* p, Full) {                               \
-    VecF r;                                                                  \
-    NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) {                                 \
-      U16 h;                                                                 \
-      memcpy(&h, p + i * VecF::kPartLanes, sizeof h);                        \
-      r.part[i] = widen(h, T{});                                             \
-    }                                                                        \
-    return r;                                                                \
-  }                                                                          \
   NORMKIT_INLINE void store(T* p, const VecF& v, Full) {                     \
     NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) {                                 \
       const U16 h = narrow(v.part[i], T{});                                  \
@@ -112,49 +117,24 @@ NORMKIT_INLINE void store(A* p, const Vec<A>& v, Full) {
 NORMKIT_HALF(float16)
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Both registers by one packing; a NaN in either (rare) by the long way.
-NORMKIT_INLINE __m256i packed(const VecF& v) {
-  const auto rounded = [](VecF::Native part) NORMKIT_LAMBDA {
-    const U32 u = bits_of(part);
-    return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  };
-  U32 low = rounded(v.part[0]), high = rounded(v.part[1]);
+NORMKIT_INLINE void store(bfloat16* p, const VecF& v, Full) {
+  U32 low = rounded_number(v.part[0]), high = rounded_number(v.part[1]);
   if (_mm256_movemask_ps(_mm256_cmp_ps((__m256)v.part[0], (__m256)v.part[1], _CMP_UNORD_Q))) [[unlikely]] {
-    low = rounded_to_upper_half(v.part[0]) >> 16;
-    high = rounded_to_upper_half(v.part[1]) >> 16;
+    low = rounded_value(v.part[0]);
+    high = rounded_value(v.part[1]);
   }
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low, (__m256i)high), 0xd8);
+  const __m256i halves = _mm256_packus_epi32((__m256i)(low >> 16), (__m256i)(high >> 16));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(halves, 0xd8));
 }
-NORMKIT_INLINE VecF load(const bfloat16* p, Full) {
-  VecF r;
-  r.part[0] = (VecF::Native)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
-  r.part[1] = (VecF::Native)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1)), 16);
-  return r;
-}
-NORMKIT_INLINE void store(bfloat16* p, const VecF& v, Full) { _mm256_storeu_si256((__m256i*)p, packed(v)); }
 NORMKIT_INLINE VecF round_to(const VecF& v, bfloat16) {
   VecF r;
-  NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i)
-    r.part[i] = float_of(rounded_to_upper_half(v.part[i]) & 0xffff0000u);
+  NORMKIT_UNROLL for (int i = 0; i < VecF::kParts; ++i) r.part[i] = float_of(rounded_value(v.part[i]) & 0xffff0000u);
   return r;
 }
 #else
 NORMKIT_HALF(bfloat16)
 #endif
 #undef NORMKIT_HALF
-
-// One register's worth.
-template <class T>
-NORMKIT_INLINE typename Vec<compute_t<T>>::Native load_register(const T* p) {
-  if constexpr (sizeof(T) == 2) {
-    U16 h;
-    memcpy(&h, p, sizeof h);
-    return widen(h, T{});
-  } else {
-    typename Vec<T>::Native v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-}
 
 NORMKIT_INLINE VecF round_to(const VecF& v, float) { return v; }
 NORMKIT_INLINE Vec<double> round_to(const Vec<double>& v, double) { return v; }

@@ -83,6 +83,27 @@ def test_squares_out_of_range(last: bool) -> None:
         assert (f(x * 2.0**100, None, None) - f(x * 2.0**20, None, None)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("size", [1e30, 1e-10])
+def test_a_small_gain_of_extreme_values_loses_no_digits(last: bool, size: float) -> None:
+    """A gain of 1e-10 over the deviation of values of 1e30 is below the normal floats; the result is not."""
+    x, w = in_layout(randn(2, 24, 5, 5), last) * size, randn(24, seed=1) * 1e-10
+    for name in ("group", "instance", "batch_train"):
+        f, plain = OPERATORS[name]
+        truth = plain(x.double(), w.double(), None)
+        assert (f(x, w, None) - truth).abs().max() <= 16 * 2**-24 * truth.abs().max(), name
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_nan_of_any_payload_stays_one_in_half_precision(last: bool) -> None:
+    """Rounding to bfloat16 by an addition takes the NaN whose bits are all ones to zero."""
+    x, w = in_layout(randn(2, 24, 5, 5), last).bfloat16(), randn(24, seed=1)
+    w.view(torch.int32)[3] = 0x7FFFFFFF
+    for name, (f, _) in OPERATORS.items():
+        y = f(x, w, None)
+        assert y[:, 3].isnan().all() and not y[:, [2, 4]].isnan().any(), name
+
+
 def test_nan_stays_in_its_statistic() -> None:
     for last in (False, True):
         x = in_layout(randn(3, 8, 5, 5), last)

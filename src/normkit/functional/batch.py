@@ -83,7 +83,7 @@ def batch_norm(
     digits for a large mean; an empty batch leaves the running statistics alone; a negative eps is refused.
     """
     ordinary = mask is None and residual is None and gate is None and out is None and not skip_nonfinite
-    if ordinary and weight_offset == 0 and rounding == "after_gain" and output_dtype == "input" and channel_dim == 1:
+    if ordinary and short.as_torch(weight_offset, rounding, output_dtype, channel_dim):
         if training:
             y = short.batch_train(input, running_mean, running_var, weight, bias, momentum, eps)
         else:
@@ -233,7 +233,7 @@ def instance_norm(
     lose digits for a large mean; channels_last input gives channels_last output; a negative eps is refused.
     """
     ordinary = mask is None and residual is None and gate is None and out is None and use_input_stats
-    if ordinary and weight_offset == 0 and rounding == "after_gain" and output_dtype == "input" and channel_dim == 1:
+    if ordinary and short.as_torch(weight_offset, rounding, output_dtype, channel_dim):
         y = short.instance(input, weight, bias, eps) if running_mean is None and running_var is None else None
         if y is not None:
             return y

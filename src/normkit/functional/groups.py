@@ -64,7 +64,7 @@ def group_norm(
     torch raises for a batch of one only; a negative eps is refused.
     """
     ordinary = mask is None and residual is None and gate is None and out is None
-    if ordinary and weight_offset == 0 and rounding == "after_gain" and output_dtype == "input" and channel_dim == 1:
+    if ordinary and short.as_torch(weight_offset, rounding, output_dtype, channel_dim):
         y = short.group(input, weight, bias, num_groups, eps)
         if y is not None:
             return y

@@ -62,14 +62,13 @@ def layer_norm(
     """
     y: Tensor | tuple[Tensor, Tensor] | None = None
     if out is None and gate is None and output_dtype == "input" and _is_shape_of(weight, normalized_shape):
-        if channel_dim == 1:
-            if residual is None and weight_offset == 0 and rounding == "after_gain":
-                y = short.channel_layer(input, weight, bias, eps)
+        if channel_dim == -1 and residual is None:
+            y = short.row(True, input, weight, bias, eps, weight_offset, rounding)
         elif channel_dim == -1:
-            if residual is None:
-                y = short.row(True, input, weight, bias, eps, weight_offset, rounding)
-            else:
-                y = short.add_row(True, input, residual, weight, bias, eps, weight_offset, rounding)
+            assert residual is not None
+            y = short.add_row(True, input, residual, weight, bias, eps, weight_offset, rounding)
+        elif residual is None and short.as_torch(weight_offset, rounding, output_dtype, channel_dim):
+            y = short.channel_layer(input, weight, bias, eps)
         if y is not None:
             return y
     spec = make_spec(

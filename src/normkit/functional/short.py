@@ -47,6 +47,11 @@ if _LOADED:  # `_op` is past one Python frame that serves dispatch modes
     _channel_layer_norm = _kernels.channel_layer_norm.default._op
 
 
+def as_torch(weight_offset: float, rounding: str, output_dtype: str, channel_dim: int) -> bool:
+    """Whether the options of a norm over channels are those that torch's own has."""
+    return weight_offset == 0 and rounding == "after_gain" and output_dtype == "input" and channel_dim == 1
+
+
 def _ordinary(x: Tensor) -> bool:
     """Whether x is a plain CPU tensor that holds something, and nothing watches what is done to it."""
     return (
