@@ -102,6 +102,19 @@ NORMKIT_INLINE void for_each_sample(const Volume& v, int64_t begin, int64_t end,
   }
 }
 
+// f(row, Rows<4>{} or Rows<1>{}) for the rows in [from, to); a masked row gives zeros in `out`.
+template <class Args, class X, class F>
+NORMKIT_INLINE void each_row_of_channels(const Args& a, int64_t from, int64_t to, X* out, const F& f) {
+  if (!a.mask) return by_fours(to - from, [&](int64_t r, auto together) NORMKIT_LAMBDA { f(from + r, together); });
+  const int64_t channels = a.shape.channels;
+  for (int64_t row = from; row < to; ++row) {
+    if (a.mask[row])
+      f(row, Rows<1>{});
+    else
+      memset(static_cast<void*>(out + row * channels), 0, channels * sizeof(X));
+  }
+}
+
 // Unit: one row of channels. What a row of channels reads beside x is most of the work: rstd * gain is formed beforehand
 // where it can be, and a lower part of the means is read where there is one (given statistics are mostly floats).
 template <class X>
@@ -122,28 +135,35 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
       flat &= k.low[c] == 0;
     }
     const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
-      for (int64_t row = from; row < to; ++row) {
+      each_row_of_channels(a, from, to, static_cast<X*>(a.y), [&](int64_t row, auto together) NORMKIT_LAMBDA {
         const X* x = static_cast<const X*>(a.x) + row * channels;
         X* y = static_cast<X*>(a.y) + row * channels;
-        if (a.mask && !a.mask[row])
-          memset(static_cast<void*>(y), 0, channels * sizeof(X));
-        else
-          for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA { store(y + c, at(x, c, tag), tag); });
-      }
+        for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+          fetch_ahead(together, x, channels, c);
+          const auto normalized = at(c, tag);
+          NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i)
+            store(y + i * channels + c, normalized(load(x + i * channels + c, tag)), tag);
+        });
+      });
     };
     if (in_steps) [[unlikely]] {
-      each_row([&](const X* x, int64_t c, auto tag) NORMKIT_LAMBDA {
-        const Vec<A> centred = (load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag);
-        return centred * load(k.rstd + c, tag) * load(gain + c, tag) + load(bias + c, tag);
+      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        return [high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag),
+                by = load(gain + c, tag), shift = load(bias + c, tag)](const Vec<A>& x) NORMKIT_LAMBDA {
+          return ((x - high) - low) * rstd * by + shift;
+        };
       });
     } else if (flat) {
-      each_row([&](const X* x, int64_t c, auto tag) NORMKIT_LAMBDA {
-        return (load(x + c, tag) - load(k.high + c, tag)) * load(scale + c, tag) + load(bias + c, tag);
+      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        return [high = load(k.high + c, tag), by = load(scale + c, tag), shift = load(bias + c, tag)](
+                   const Vec<A>& x) NORMKIT_LAMBDA { return (x - high) * by + shift; };
       });
     } else {
-      each_row([&](const X* x, int64_t c, auto tag) NORMKIT_LAMBDA {
-        const Vec<A> centred = (load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag);
-        return centred * load(scale + c, tag) + load(bias + c, tag);
+      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        return [high = load(k.high + c, tag), low = load(k.low + c, tag), by = load(scale + c, tag),
+                shift = load(bias + c, tag)](const Vec<A>& x) NORMKIT_LAMBDA {
+          return ((x - high) - low) * by + shift;
+        };
       });
     }
   });
@@ -151,37 +171,34 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
 
 // ---- backward ----
 
-// Add the sums of one piece of rows for V vectors of columns. With given statistics (dx not null) dx needs no sum and is
-// written on the way.
-template <class X, int V, class Tag>
-NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute_t<X>* gain, const int64_t* rows,
-                                    int64_t n, int64_t column, Tag tag,
-                                    const ChannelCoefficients<compute_t<X>>& k, double* sums) {
+// Add the sums of one piece of rows. With given statistics (dx not null) dx needs no sum and is written on the way.
+template <class X>
+NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute_t<X>* scale, const int64_t* rows,
+                                    int64_t n, const ChannelCoefficients<compute_t<X>>& k,
+                                    ColumnSums<compute_t<X>>& piece, double* sums) {
   using A = compute_t<X>;
-  constexpr int L = Vec<A>::kLanes;
-  Vec<A> high[V], low[V], scale[V], sum[V], sum_centred[V];
-  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
-    scale[v] = load(gain + column + v * L, tag) * load(k.rstd + column + v * L, tag);
-    high[v] = load(k.high + column + v * L, tag);
-    low[v] = load(k.low + column + v * L, tag);
-  }
-  for (int64_t r = 0; r < n; ++r)
-    NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
-      const int64_t at = rows[r] + column + v * L;
-      const Vec<A> grad = load(g + at, tag);
-      sum[v] += grad;
-      sum_centred[v] += grad * ((load(x + at, tag) - high[v]) - low[v]);
-      if (dx) store(dx + at, grad * scale[v], tag);
-    }
-  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
-    A s[L], h[L];
-    store(s, sum[v], Full{});
-    store(h, sum_centred[v], Full{});
-    for (int i = 0; i < used_lanes<A>(tag); ++i) {
-      const int64_t c = column + v * L + i;
-      sums[c] += s[i];
-      sums[k.channels + c] += h[i] * double(k.rstd[c]);
-    }
+  piece.clear();
+  by_fours(n, [&](int64_t r, auto together) NORMKIT_LAMBDA {
+    for_each<A>(k.channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+      fetch_ahead(together, g + rows[r], k.channels, c);
+      fetch_ahead(together, x + rows[r], k.channels, c);
+      if (dx) fetch_ahead(together, dx + rows[r], k.channels, c);
+      const Vec<A> high = load(k.high + c, tag), low = load(k.low + c, tag);
+      Vec<A> sum = load(piece.first + c, tag), centred = load(piece.second + c, tag);
+      NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
+        const int64_t at = rows[r + i] + c;
+        const Vec<A> grad = load(g + at, tag);
+        sum += grad;
+        centred += grad * ((load(x + at, tag) - high) - low);
+        if (dx) store(dx + at, grad * load(scale + c, tag), tag);
+      }
+      store(piece.first + c, sum, tag);
+      store(piece.second + c, centred, tag);
+    });
+  });
+  for (int64_t c = 0; c < k.channels; ++c) {
+    sums[c] += piece.first[c];
+    sums[k.channels + c] += piece.second[c] * double(k.rstd[c]);
   }
 }
 
@@ -189,32 +206,33 @@ NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute
 template <class X>
 void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
-  constexpr int L = Vec<A>::kLanes;
   const int64_t channels = a.shape.channels, space = a.shape.space;
+  const A* gain = static_cast<const A*>(a.gain);
   ChannelCoefficients<A> k(channels);
+  ColumnSums<A> piece(channels);
+  ScratchRow<A> scales(channels);
+  A* scale = scales.get();
   int64_t rows[kRowsPerPiece];
   int64_t filled = -1;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t sample = unit / a.blocks, block = unit % a.blocks;
-    if (sample != filled) k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+    if (sample != filled) {
+      k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
+      for (int64_t c = 0; c < channels; ++c) scale[c] = gain[c] * k.rstd[c];
+    }
     filled = sample;
     double* sums = a.partial + unit * 2 * channels;
     memset(sums, 0, 2 * channels * sizeof(double));
     const X* g = static_cast<const X*>(a.grad) + sample * space * channels;
     const X* x = static_cast<const X*>(a.x) + sample * space * channels;
     X* dx = a.frozen && !a.mask ? static_cast<X*>(a.dx) + sample * space * channels : nullptr;
-    const A* gain = static_cast<const A*>(a.gain);
     const uint8_t* mask = a.mask ? a.mask + sample * space : nullptr;
     const int64_t last = space * (block + 1) / a.blocks;
     for (int64_t next = space * block / a.blocks; next < last;) {
       int64_t n = 0;
       for (; next < last && n < kRowsPerPiece; ++next)
         if (!mask || mask[next]) rows[n++] = next * channels;
-      constexpr int V = kColumnsTogether<A>;
-      int64_t c = 0;
-      for (; c + V * L <= channels; c += V * L) piece_grad_sums<X, V>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
-      for (; c + L <= channels; c += L) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Full{}, k, sums);
-      if (c < channels) piece_grad_sums<X, 1>(g, x, dx, gain, rows, n, c, Part{int(channels - c)}, k, sums);
+      piece_grad_sums(g, x, dx, scale, rows, n, k, piece, sums);
     }
   }
 }
@@ -255,21 +273,23 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
         s2[c] = A(total_hat * share);
       }
     }
-    for (int64_t row = from; row < to; ++row) {
+    each_row_of_channels(a, from, to, static_cast<X*>(a.dx), [&](int64_t row, auto together) NORMKIT_LAMBDA {
       const X* g = static_cast<const X*>(a.grad) + row * channels;
       const X* x = static_cast<const X*>(a.x) + row * channels;
       X* dx = static_cast<X*>(a.dx) + row * channels;
-      if (a.mask && !a.mask[row]) {
-        memset(static_cast<void*>(dx), 0, channels * sizeof(X));
-        continue;
-      }
       for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        const Vec<A> rstd = load(k.rstd + c, tag);
-        const Vec<A> hat = ((load(x + c, tag) - load(k.high + c, tag)) - load(k.low + c, tag)) * rstd;
-        const Vec<A> h = load(g + c, tag) * load(gain + c, tag);
-        store(dx + c, (h - load(s1 + c, tag) - hat * load(s2 + c, tag)) * rstd, tag);
+        fetch_ahead(together, g, channels, c);
+        fetch_ahead(together, x, channels, c);
+        fetch_ahead(together, dx, channels, c);
+        const Vec<A> high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag);
+        const Vec<A> scale = load(gain + c, tag), first = load(s1 + c, tag), second = load(s2 + c, tag);
+        NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
+          const int64_t at = i * channels + c;
+          const Vec<A> hat = ((load(x + at, tag) - high) - low) * rstd;
+          store(dx + at, (load(g + at, tag) * scale - first - hat * second) * rstd, tag);
+        }
       });
-    }
+    });
   });
 }
 

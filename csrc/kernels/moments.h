@@ -169,68 +169,108 @@ struct ColumnMoments {
   double count = 0;
 };
 
-// Merge one piece (at most kRowsPerPiece rows) of V vectors of columns.
-template <class X, int V, class Tag>
-NORMKIT_INLINE void piece_moments(const X* x, const int64_t* rows, int64_t n, int64_t column, Tag tag,
+// Rows of channels are taken four at a time, then one by one: what is read beside them is read once for four.
+template <int N>
+struct Rows {
+  static constexpr int kCount = N;
+};
+template <class F>
+NORMKIT_INLINE void by_fours(int64_t n, const F& f) {
+  int64_t r = 0;
+  for (; r + 4 <= n; r += 4) f(r, Rows<4>{});
+  for (; r < n; ++r) f(r, Rows<1>{});
+}
+
+// While four rows are worked on, the memory behind them is fetched in its own order: side by side, four rows look to the
+// processor like no stream at all (half the speed from memory). `first` is where they begin.
+template <class X>
+NORMKIT_INLINE void fetch_ahead(Rows<4>, const X* first, int64_t channels, int64_t c) {
+  const char* p = reinterpret_cast<const char*>(first + 4 * (channels + c));
+  constexpr int lines = 4 * Vec<compute_t<X>>::kLanes * sizeof(X) / 64;
+  NORMKIT_UNROLL for (int i = 0; i < lines; ++i) __builtin_prefetch(p + 64 * i);
+}
+template <class X>
+NORMKIT_INLINE void fetch_ahead(Rows<1>, const X*, int64_t, int64_t) {}
+
+// Column sums of at most kRowsPerPiece rows in the compute type: they stay in a near cache, and memory is read in its
+// own order.
+template <class A>
+struct ColumnSums {
+  explicit ColumnSums(int64_t channels) : rows(3 * channels), channels(channels) {
+    high = rows.get();
+    first = high + channels;
+    second = first + channels;
+  }
+  NORMKIT_INLINE void clear() { memset(high, 0, 3 * channels * sizeof(A)); }
+  ScratchRow<A> rows;
+  int64_t channels;
+  A *high, *first, *second;
+};
+
+// Merge one piece of n rows, at x + rows[r].
+template <class X>
+NORMKIT_INLINE void piece_moments(const X* x, const int64_t* rows, int64_t n, ColumnSums<compute_t<X>>& sums,
                                   const ColumnMoments& into) {
   using A = compute_t<X>;
-  constexpr int L = Vec<A>::kLanes;
-  Vec<A> high[V], sum[V], squares[V];
-  for (int64_t r = 0; r < n; ++r)
-    NORMKIT_UNROLL for (int v = 0; v < V; ++v) high[v] += load(x + rows[r] + column + v * L, tag);
-  NORMKIT_UNROLL for (int v = 0; v < V; ++v) high[v] = high[v] * Vec<A>(A(1) / A(n));
-  for (int64_t r = 0; r < n; ++r)
-    NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
-      const Vec<A> c = load(x + rows[r] + column + v * L, tag) - high[v];
-      sum[v] += c;
-      squares[v] += c * c;
-    }
-  const double total = into.count + n, share = n / total, weight = into.count * share, inverse = 1.0 / n;
-  NORMKIT_UNROLL for (int v = 0; v < V; ++v) {
-    A h[L], s[L], q[L];
-    store(h, high[v], Full{});
-    store(s, sum[v], Full{});
-    store(q, squares[v], Full{});
-    double* mean = into.mean + column + v * L;
-    double* m2 = into.squares + column + v * L;
-    for (int k = 0; k < used_lanes<A>(tag); ++k) {
-      const double low = s[k] * inverse;
-      double m = h[k] + low, piece = q[k] - s[k] * low;
-      if (!is_finite(piece)) [[unlikely]] {
-        m = piece = 0;
-        for (int64_t r = 0; r < n; ++r) m += value_at(x, rows[r] + column + v * L + k);
-        m *= inverse;
-        for (int64_t r = 0; r < n; ++r) {
-          const double c = value_at(x, rows[r] + column + v * L + k) - m;
-          piece += c * c;
-        }
+  const int64_t channels = sums.channels;
+  sums.clear();
+  by_fours(n, [&](int64_t r, auto together) NORMKIT_LAMBDA {
+    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+      fetch_ahead(together, x + rows[r], channels, c);
+      Vec<A> sum = load(sums.high + c, tag);
+      NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) sum += load(x + rows[r + i] + c, tag);
+      store(sums.high + c, sum, tag);
+    });
+  });
+  for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+    store(sums.high + c, load(sums.high + c, tag) * Vec<A>(A(1) / A(n)), tag);
+  });
+  by_fours(n, [&](int64_t r, auto together) NORMKIT_LAMBDA {
+    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+      const Vec<A> high = load(sums.high + c, tag);
+      Vec<A> sum = load(sums.first + c, tag), squares = load(sums.second + c, tag);
+      NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
+        const Vec<A> centred = load(x + rows[r + i] + c, tag) - high;
+        sum += centred;
+        squares += centred * centred;
       }
-      const double delta = m - mean[k];
-      mean[k] += delta * share;
-      m2[k] += (piece < 0 ? 0 : piece) + delta * delta * weight;
+      store(sums.first + c, sum, tag);
+      store(sums.second + c, squares, tag);
+    });
+  });
+  const double total = into.count + n, share = n / total, weight = into.count * share, inverse = 1.0 / n;
+  for (int64_t c = 0; c < channels; ++c) {
+    const double low = sums.first[c] * inverse;
+    double m = sums.high[c] + low, piece = sums.second[c] - sums.first[c] * low;
+    if (!is_finite(piece)) [[unlikely]] {
+      m = piece = 0;
+      for (int64_t r = 0; r < n; ++r) m += value_at(x, rows[r] + c);
+      m *= inverse;
+      for (int64_t r = 0; r < n; ++r) {
+        const double centred = value_at(x, rows[r] + c) - m;
+        piece += centred * centred;
+      }
     }
+    const double delta = m - into.mean[c];
+    into.mean[c] += delta * share;
+    into.squares[c] += (piece < 0 ? 0 : piece) + delta * delta * weight;
   }
 }
 
 // The moments of each of `channels` columns over rows [begin, end), rows `channels` apart; masked rows do not count.
 template <class X>
 void column_moments(const X* x, const uint8_t* mask, int64_t begin, int64_t end, int64_t channels, ColumnMoments& into) {
-  using A = compute_t<X>;
-  constexpr int L = Vec<A>::kLanes;
   memset(into.mean, 0, channels * sizeof(double));
   memset(into.squares, 0, channels * sizeof(double));
   into.count = 0;
+  ColumnSums<compute_t<X>> sums(channels);
   int64_t rows[kRowsPerPiece];
   for (int64_t next = begin; next < end;) {
     int64_t n = 0;
     for (; next < end && n < kRowsPerPiece; ++next)
       if (!mask || mask[next]) rows[n++] = next * channels;
     if (n == 0) break;
-    constexpr int V = kColumnsTogether<A>;
-    int64_t c = 0;
-    for (; c + V * L <= channels; c += V * L) piece_moments<X, V>(x, rows, n, c, Full{}, into);
-    for (; c + L <= channels; c += L) piece_moments<X, 1>(x, rows, n, c, Full{}, into);
-    if (c < channels) piece_moments<X, 1>(x, rows, n, c, Part{int(channels - c)}, into);
+    piece_moments(x, rows, n, sums, into);
     into.count += n;
   }
 }

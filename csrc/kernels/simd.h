@@ -286,10 +286,6 @@ NORMKIT_INLINE void accumulate_more(Four<Acc>& acc, int64_t n, const F& f) {
   if (j < n) f(acc.a3, j, Part{int(n - j)});
 }
 
-// Vectors of columns that are summed side by side: what the registers hold.
-template <class A>
-constexpr int kColumnsTogether = Vec<A>::kParts == 1 ? 4 : 2;
-
 // Two sums carried at once.
 template <class A>
 struct Pair {
