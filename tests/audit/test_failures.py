@@ -49,6 +49,18 @@ def test_behind_a_submodule_that_raises_the_audit_goes_on(device: str) -> None:
     assert audit(Pre(broken=None), torch.randn(2, 5, 12)).failures == ()
 
 
+def test_a_submodule_that_ends_the_process_ends_no_later_run() -> None:
+    """A batch norm in training asks for a backward pass, in which nothing stands in for what fails."""
+
+    class Exits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise SystemExit(2)
+
+    result = audit(nn.Sequential(nn.BatchNorm1d(12), Exits()).train(), torch.randn(6, 12))
+    assert [n.name for n in result.norms] == ["0"]
+    assert result.failures == ("1 raised SystemExit: 2",)
+
+
 def test_what_ran_before_is_reported_where_nothing_can_stand_in() -> None:
     class Ends(Pre):
         def forward(self, x: Tensor) -> Tensor:

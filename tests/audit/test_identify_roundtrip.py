@@ -58,6 +58,7 @@ def test_round_trip_with_one_dim_of_space(spec: NormSpec) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_round_trip_at_length(spec: NormSpec) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from normkit.audit import audit
 from tests.audit.scramble import scramble
-from tests.zoo import BROAD, MORE, build, score
+from tests.zoo import BROAD, MORE, Entry, build, score
 
 QUICK = (
     "reformer", "xlstm", "zamba2", "dory", "mobilebert", "ctrl", "sew-d", "data2vec-audio", "fastspeech2_conformer",
@@ -20,7 +21,18 @@ def wrong(name: str, device: str = "cpu", scrambled: bool = False) -> list[str]:
     entry = build(name, device)
     if scrambled:
         scramble(entry.model)
+        if not _runs(entry):
+            pytest.skip("its own code asks for its classes' or attributes' names")
     return [f"{field}: {found}" for field, ok, found in score(entry, audit(entry.model, **entry.inputs)) if not ok]
+
+
+def _runs(entry: Entry) -> bool:
+    try:
+        with torch.no_grad():
+            entry.model(**entry.inputs)
+    except (KeyError, TypeError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -20,7 +20,7 @@ from normkit.audit.find import Occurrence
 from normkit.audit.find.inline import Replay
 from normkit.audit.find.modules import example_of
 from normkit.audit.find.operators import ADDS, CASTS, VIEWS, packet
-from normkit.audit.identify.probe import NotANorm, Probe, has_values, private_copy, undisturbed
+from normkit.audit.identify.probe import Probe, has_values, private_copy, undisturbed
 from normkit.audit.trace import trace
 from normkit.audit.trace.graph import Trace
 from normkit.audit.trace.watch import Finder, Watch
@@ -269,7 +269,7 @@ class Reruns:
                     forward = Counter(counts)
                     if outputs:
                         torch.autograd.backward([t.float().sum() for t in outputs])
-            except Exception:
+            except (Exception, SystemExit):
                 return ()
         return tuple(name for name in self.occurrences if counts[name] > forward[name])
 
@@ -281,7 +281,7 @@ class Reruns:
             with undisturbed():
                 try:
                     self._half[name] = self._half_range(self.occurrences[name], dtype)
-                except (NotANorm, RuntimeError, ValueError, StopIteration):
+                except (Exception, SystemExit):
                     self._half[name] = None
         return self._half[name]
 

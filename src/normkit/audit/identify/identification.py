@@ -100,7 +100,7 @@ def identify(module: nn.Module, *example_args: Any, **example_kwargs: Any) -> Id
             if example_args or example_kwargs:
                 return _identify(module, example_args, example_kwargs)
             return _guess(module)
-        except Exception as error:  # foreign code may fail in any way, at any attribute
+        except (Exception, SystemExit) as error:  # foreign code may fail in any way, at any attribute
             return _none(f"it cannot be examined: {type(error).__name__}: {str(error)[:160]}")
 
 

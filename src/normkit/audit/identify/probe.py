@@ -306,7 +306,7 @@ class Probe:
                 *(values[k] for k in sorted(k for k in values if isinstance(k, int))),
                 **{k: v for k, v in values.items() if isinstance(k, str)},
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise NotANorm(f"it cannot be run: {type(error).__name__}: {first[:160]}") from error
         if isinstance(out, tuple | list) and out:

@@ -41,7 +41,7 @@ class Gradients:
         try:
             with restored(), _same_buffers(self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 self._run(args, kwargs)
-        except Exception as error:  # foreign code: a model that cannot be differentiated still has the other numbers
+        except (Exception, SystemExit) as error:  # foreign code: what it cannot give is left out
             self.note = f"no gradients: backward raised {described(error)}"
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -104,6 +104,7 @@ def trace(
             recorder.trace.outputs = recorder.lookup_all(output)
         except (Exception, SystemExit) as error:  # the partial trace is the result; the caller decides
             recorder.trace.error = error
+            recorder.blame(error)
     recorder.close()
     return recorder.trace
 
@@ -455,6 +456,17 @@ class _Recorder(TorchDispatchMode):
                         self.trace.failures.append(Failure(call.name, error))
                 return
             call.failed = True
+
+    def blame(self, error: BaseException) -> None:
+        """Name the innermost module that did not return; a module's hooks do not see an exit of the process."""
+        if id(error) in self._blamed:
+            return
+        calls = self.trace.calls
+        name = calls[self._stack[-1]].name if self._stack else ""
+        while self._stack:
+            call = calls[self._stack.pop()]
+            call.failed, call.last = True, len(self.trace.nodes)
+        self.trace.failures.append(Failure(name, error))
 
     def _template(self, item: Any, found: list[int]) -> Any:
         if isinstance(item, _PLAIN):
