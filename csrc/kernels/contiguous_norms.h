@@ -67,12 +67,14 @@ void group_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   }
 }
 
-// A statistic comes in steps (sum, centred sums, root) that wait for one another. Short channels take each step for
-// several of them before the next one begins, as rows do. How many: what stays in the first cache.
+// Short channels are worked on several at once: their segments of one sample are neighbours in memory, which is then
+// read in longer runs, and the steps of a statistic (sum, centred sums, root) wait for one another, which other channels
+// fill. How many: what stays in the second cache.
 constexpr int64_t kChannelsAtOnce = 8;
+constexpr int64_t kElementsAtOnce = 65536;
 NORMKIT_INLINE int64_t channels_at_once(const Volume& v) {
-  const int64_t fit = kElementsTogether / larger(1, v.samples * v.space);
-  return fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
+  const int64_t fit = kElementsAtOnce / larger(1, v.samples * v.space);
+  return kElementsTogether / larger(1, v.space) < 2 || fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
 }
 
 template <class X, bool Masked>
@@ -85,13 +87,17 @@ NORMKIT_INLINE void moments_of_channels(const ChannelsForward& a, int64_t first,
       strided_moments<X, Masked>(x + k * space, a.mask, a.shape.samples, stride, space, m[k]);
     return;
   }
-  A high[kChannelsAtOnce];
-  for (int64_t k = 0; k < count; ++k) {
-    const Pieces<X> pieces{x + k * space, a.shape.samples, stride, space};
-    high[k] = A(sum_of(pieces) / pieces.count());
+  const int64_t together = kElementsTogether / space;
+  for (int64_t from = 0; from < a.shape.samples; from += together) {
+    const int64_t to = smaller(from + together, a.shape.samples);
+    Four<Vec<A>> sums[kChannelsAtOnce];
+    for (int64_t s = from; s < to; ++s)
+      for (int64_t k = 0; k < count; ++k) add_piece(x + s * stride + k * space, space, sums[k]);
+    for (int64_t k = 0; k < count; ++k) {
+      const Pieces<X> pieces{x + from * stride + k * space, to - from, stride, space};
+      merge_pieces(pieces, A(reduce(sums[k].total()) / pieces.count()), m[k]);
+    }
   }
-  for (int64_t k = 0; k < count; ++k)
-    merge_pieces(Pieces<X>{x + k * space, a.shape.samples, stride, space}, high[k], m[k]);
 }
 
 // Units are channels: the statistics of some channels, then (while they are in a near cache) their output.
@@ -179,38 +185,15 @@ NORMKIT_INLINE GradSums<compute_t<X>> segment_grad_sums(const X* g, const X* x, 
   return total;
 }
 
-// The same over `segments` pieces, `stride` apart; short ones share their accumulators.
-template <class X, bool Masked>
-NORMKIT_INLINE GradSums<compute_t<X>> strided_grad_sums(const X* g, const X* x, const uint8_t* mask, int64_t segments,
-                                                        int64_t stride, int64_t n,
-                                                        const Statistic<compute_t<X>>& stat) {
+template <class X>
+NORMKIT_INLINE void add_grad_piece(const X* g, const X* x, int64_t n, const Statistic<compute_t<X>>& stat,
+                                   Four<Pair<compute_t<X>>>& sums) {
   using A = compute_t<X>;
-  GradSums<A> total;
-  const int64_t together = kElementsTogether / n;
-  if (Masked || together < 2) {
-    for (int64_t i = 0; i < segments; ++i) {
-      const auto s =
-          segment_grad_sums<X, Masked>(g + i * stride, x + i * stride, Masked ? mask + i * n : nullptr, n, stat);
-      total.grad += s.grad;
-      total.grad_hat += s.grad_hat;
-    }
-    return total;
-  }
-  for (int64_t first = 0; first < segments; first += together) {
-    Four<Pair<A>> pairs;
-    for (int64_t i = first; i < smaller(first + together, segments); ++i) {
-      const X *gp = g + i * stride, *xp = x + i * stride;
-      accumulate_more<A>(pairs, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
-        const Vec<A> grad = load(gp + j, tag);
-        acc.first += grad;
-        acc.second += grad * keep(centre(load(xp + j, tag), stat.high, stat.low), tag);
-      });
-    }
-    const Pair<A> both = pairs.total();
-    total.grad += reduce(both.first);
-    total.grad_hat += reduce(both.second) * double(stat.rstd);
-  }
-  return total;
+  accumulate_more<A>(sums, n, [&](Pair<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
+    const Vec<A> grad = load(g + j, tag);
+    acc.first += grad;
+    acc.second += grad * keep(centre(load(x + j, tag), stat.high, stat.low), tag);
+  });
 }
 
 template <class X, bool Masked>
@@ -255,53 +238,88 @@ void group_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
 
 // With given statistics dx needs no sum: one pass over memory does everything.
 template <class X>
-NORMKIT_INLINE GradSums<compute_t<X>> frozen_backward(const X* g, const X* x, X* dx, int64_t segments, int64_t stride,
-                                                      int64_t n, const Statistic<compute_t<X>>& stat,
-                                                      compute_t<X> gain) {
+NORMKIT_INLINE void frozen_segment(const X* g, const X* x, X* dx, int64_t n, const Statistic<compute_t<X>>& stat,
+                                   compute_t<X> gain, GradSums<compute_t<X>>& total) {
   using A = compute_t<X>;
-  GradSums<A> total;
   const Vec<A> w(gain), rstd(stat.rstd);
-  for (int64_t i = 0; i < segments; ++i)
-    for (int64_t start = 0; start < n; start += kChunk) {
-      const X *gp = g + i * stride + start, *xp = x + i * stride + start;
-      X* dp = dx + i * stride + start;
-      const auto both =
-          accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t j, auto tag) NORMKIT_LAMBDA {
-            const Vec<A> grad = load(gp + j, tag);
-            acc.first += grad;
-            acc.second += grad * keep(centre(load(xp + j, tag), stat.high, stat.low), tag);
-            store(dp + j, grad * w * rstd, tag);
-          });
-      total.grad += reduce(both.first);
-      total.grad_hat += reduce(both.second) * double(stat.rstd);
-    }
-  return total;
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const auto both =
+        accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t k, auto tag) NORMKIT_LAMBDA {
+          const int64_t j = start + k;
+          const Vec<A> grad = load(g + j, tag);
+          acc.first += grad;
+          acc.second += grad * keep(centre(load(x + j, tag), stat.high, stat.low), tag);
+          store(dx + j, grad * w * rstd, tag);
+        });
+    total.grad += reduce(both.first);
+    total.grad_hat += reduce(both.second) * double(stat.rstd);
+  }
 }
 
+// The sums of some channels, sample by sample; short segments share their accumulators.
+template <class X, bool Masked>
+NORMKIT_INLINE void grad_sums_of_channels(const ChannelsBackward& a, int64_t first, int64_t count,
+                                          const Statistic<compute_t<X>>* stat, GradSums<compute_t<X>>* total) {
+  using A = compute_t<X>;
+  const int64_t space = a.shape.space, stride = a.shape.channels * space;
+  const X* g = static_cast<const X*>(a.grad) + first * space;
+  const X* x = static_cast<const X*>(a.x) + first * space;
+  const int64_t together = Masked ? 1 : larger(1, kElementsTogether / space);
+  for (int64_t from = 0; from < a.shape.samples; from += together) {
+    const int64_t to = smaller(from + together, a.shape.samples);
+    Four<Pair<A>> sums[kChannelsAtOnce];
+    for (int64_t s = from; s < to; ++s)
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = s * stride + k * space;
+        if (together > 1) {
+          add_grad_piece(g + at, x + at, space, stat[k], sums[k]);
+          continue;
+        }
+        const auto alone =
+            segment_grad_sums<X, Masked>(g + at, x + at, Masked ? a.mask + s * space : nullptr, space, stat[k]);
+        total[k].grad += alone.grad;
+        total[k].grad_hat += alone.grad_hat;
+      }
+    if (together > 1)
+      for (int64_t k = 0; k < count; ++k) {
+        const Pair<A> both = sums[k].total();
+        total[k].grad += reduce(both.first);
+        total[k].grad_hat += reduce(both.second) * double(stat[k].rstd);
+      }
+  }
+}
+
+// Units are channels.
 template <class X, bool Masked>
 void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
-  const int64_t space = a.shape.space, stride = a.shape.channels * space;
-  for (int64_t c = begin; c < end; ++c) {
-    const X* g = static_cast<const X*>(a.grad) + c * space;
-    const X* x = static_cast<const X*>(a.x) + c * space;
-    X* dx = static_cast<X*>(a.dx) + c * space;
-    const A gain = static_cast<const A*>(a.gain)[c];
-    const Statistic<A> stat = statistic_of<A>(a.mean[c], a.variance[c], a.eps);
-    if (!Masked && a.frozen) {
-      const auto sums = frozen_backward(g, x, dx, a.shape.samples, stride, space, stat, gain);
-      a.sums[c] = sums.grad;
-      a.sums[a.shape.channels + c] = sums.grad_hat;
-      continue;
+  const int64_t space = a.shape.space, stride = a.shape.channels * space, at_once = channels_at_once(a.shape);
+  const X* g = static_cast<const X*>(a.grad);
+  const X* x = static_cast<const X*>(a.x);
+  X* dx = static_cast<X*>(a.dx);
+  const A* gain = static_cast<const A*>(a.gain);
+  const bool one_pass = !Masked && a.frozen;
+  for (int64_t first = begin; first < end; first += at_once) {
+    const int64_t count = smaller(at_once, end - first);
+    Statistic<A> stat[kChannelsAtOnce];
+    GradSums<A> sums[kChannelsAtOnce];
+    for (int64_t k = 0; k < count; ++k) stat[k] = statistic_of<A>(a.mean[first + k], a.variance[first + k], a.eps);
+    if (!one_pass) grad_sums_of_channels<X, Masked>(a, first, count, stat, sums);
+    for (int64_t s = 0; s < a.shape.samples; ++s)
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t c = first + k, at = s * stride + c * space;
+        if (one_pass) {
+          frozen_segment(g + at, x + at, dx + at, space, stat[k], gain[c], sums[k]);
+          continue;
+        }
+        const double scale = a.frozen || a.count == 0 ? 0 : gain[c] / a.count;
+        segment_dx<X, Masked>(g + at, x + at, dx + at, Masked ? a.mask + s * space : nullptr, space, stat[k], gain[c],
+                              A(sums[k].grad * scale), A(sums[k].grad_hat * scale));
+      }
+    for (int64_t k = 0; k < count; ++k) {
+      a.sums[first + k] = sums[k].grad;
+      a.sums[a.shape.channels + first + k] = sums[k].grad_hat;
     }
-    const auto sums = strided_grad_sums<X, Masked>(g, x, a.mask, a.shape.samples, stride, space, stat);
-    const double sum = sums.grad, sum_hat = sums.grad_hat;
-    a.sums[c] = sum;
-    a.sums[a.shape.channels + c] = sum_hat;
-    const double scale = a.frozen || a.count == 0 ? 0 : gain / a.count;
-    for (int64_t i = 0; i < a.shape.samples; ++i)
-      segment_dx<X, Masked>(g + i * stride, x + i * stride, dx + i * stride, Masked ? a.mask + i * space : nullptr,
-                            space, stat, gain, A(sum * scale), A(sum_hat * scale));
   }
 }
 

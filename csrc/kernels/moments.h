@@ -114,13 +114,15 @@ struct Pieces {
 };
 
 template <class X>
-NORMKIT_INLINE double sum_of(const Pieces<X>& p) {
+NORMKIT_INLINE void add_piece(const X* x, int64_t n, Four<Vec<compute_t<X>>>& sums) {
   using A = compute_t<X>;
-  Four<Vec<A>> sums;
-  for (int64_t i = 0; i < p.segments; ++i) {
-    const X* x = p.x + i * p.stride;
-    accumulate_more<A>(sums, p.n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(x + j, tag); });
-  }
+  accumulate_more<A>(sums, n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(x + j, tag); });
+}
+
+template <class X>
+NORMKIT_INLINE double sum_of(const Pieces<X>& p) {
+  Four<Vec<compute_t<X>>> sums;
+  for (int64_t i = 0; i < p.segments; ++i) add_piece(p.x + i * p.stride, p.n, sums);
   return reduce(sums.total());
 }
 
