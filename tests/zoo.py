@@ -159,7 +159,10 @@ def _axes_right(label: dict[str, Any], spec: NormSpec, shape: tuple[int, ...]) -
 def _score_functional(entry: Entry, found: list[NormRecord]) -> Iterator[tuple[str, bool, str]]:
     """Norms written inline: right if each labelled kind and placement is there, and no others."""
     seen = {(n.kind, n.placement) for n in found}
-    wanted = [{(f["kind"], p) for p in (f["placement"], *f.get("also_placement", ()))} for f in entry.functional]
+    wanted = [
+        {(k, p) for k in (f["kind"], *f.get("also_kind", ())) for p in (f["placement"], *f.get("also_placement", ()))}
+        for f in entry.functional
+    ]
     for either in wanted:
         yield "functional", bool(either & seen), f"one of {sorted(either)} wanted, found {sorted(seen)}"
     for norm in found:

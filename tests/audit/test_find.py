@@ -258,3 +258,32 @@ def test_a_norm_of_a_norm_does_not_take_the_first_one_in() -> None:
     first, second = (norm.calls[0] for norm in find_norms(recorded))
     assert second.inputs == (first.output,)
     assert not first.nodes & second.nodes
+
+
+class GainOutside(nn.Module):
+    """A gain of its own, with an offset, around a norm that has none."""
+
+    def __init__(self, inner: nn.Module, offset: float) -> None:
+        super().__init__()
+        self.inner, self.gamma, self.offset = inner, nn.Parameter(torch.randn(D) * 0.1 + 1 - offset), offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (self.gamma + self.offset)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_module_that_multiplies_by_the_gain_is_the_norm(offset: float, device: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.LayerNorm(D, elementwise_affine=False)
+    model = nn.Sequential(GainOutside(plain, offset), nn.Linear(D, D), GainOutside(plain, offset), nn.Linear(D, D))
+    norms = audit(model.to(device), torch.randn(4, 8, D, device=device)).norms
+    assert [(n.name, n.kind, n.calls) for n in norms] == [("0", "layer", 1), ("2", "layer", 1)]
+    for norm in norms:
+        assert norm.spec is not None
+        assert (norm.spec.has_weight, norm.spec.weight_offset) == (True, offset)
+
+
+def test_a_wrapper_that_adds_no_gain_is_not_the_norm() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.LayerNorm(D, elementwise_affine=False)), nn.Linear(D, D))
+    assert [n.name for n in audit(model, torch.randn(4, 8, D)).norms] == ["1.0"]

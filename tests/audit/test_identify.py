@@ -132,6 +132,10 @@ NORMS: dict[str, tuple[nn.Module, list[Tensor], NormSpec]] = {
         Fn(lambda m, x: x / x.pow(2).sum(-1, keepdim=True).clamp_min(1e-6).sqrt()), [tokens()],
         NormSpec(**_CLIP, eps=1e-3, has_weight=False, rounding="none"),
     ),
+    "length_scaled_first": (
+        Fn(lambda m, x: x * (D**0.5 / x.norm(p=2, dim=-1, keepdim=True).clamp_min(1e-5))), [tokens()],
+        _RMS.replace(eps=1e-5 / D**0.5, eps_at="floor", has_weight=False, rounding="none"),
+    ),
     "normalize": (Fn(lambda m, x: F.normalize(x, dim=-1)), [tokens()],
                   NormSpec(**_CLIP, eps=1e-12, has_weight=False, rounding="none")),
     "normalize_channels": (Fn(lambda m, x: F.normalize(x, dim=1)), [tokens(*IMAGE)],
@@ -498,3 +502,15 @@ def test_under_other_modes() -> None:
 def test_refuses_what_is_no_module() -> None:
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module; got function"):
         identify(F.relu)  # type: ignore[arg-type]
+
+
+def test_a_second_input_with_another_use_hides_no_rounding() -> None:
+    """Queries and keys normalized in one call: the first output is the queries' alone."""
+
+    class Both(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+
+    found = identify(Both(), tokens(), tokens())
+    assert found.spec is not None
+    assert (found.kind, found.spec.rounding) == ("l2", "none")

@@ -172,3 +172,49 @@ def test_a_stream_that_is_normalized_before_and_after_each_sum() -> None:
 def test_a_quantized_linear_map_is_a_map() -> None:
     model = torch.ao.quantization.quantize_dynamic(nn.Sequential(Pre(mlp()), Pre(mlp()), nn.LayerNorm(D)), {nn.Linear})
     assert list(places(model, X).values()) == ["pre", "pre", "final"]
+
+
+class Resampler(nn.Module):
+    """Learned queries, copied for each sample by a product with ones, attend to a context and to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, D))
+        self.norm, self.context = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.mlp = Pre(mlp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.queries[None] * torch.ones(len(x))[:, None, None]
+        normed = self.norm(latents)
+        k, v = self.kv(torch.cat((self.context(x), normed), 1)).chunk(2, -1)
+        return self.mlp(self.out(torch.softmax(self.q(normed) @ k.transpose(-1, -2), -1) @ v) + latents)
+
+
+def test_a_stream_of_learned_queries_that_a_product_copies() -> None:
+    found = places(nn.Sequential(nn.Linear(D, D), Pre(mlp()), Resampler(), nn.Linear(D, D)), X)
+    assert found == {"1.norm": "pre", "2.norm": "pre", "2.context": "pre", "2.mlp.norm": "pre"}
+
+
+class Experts(nn.Module):
+    """The best experts of each token, weighed by router scores that are normalized by their length."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.router, self.chosen = nn.Linear(D, 4), chosen
+        self.experts = nn.ModuleList(mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, best = torch.topk(self.router(x).softmax(-1), self.chosen, -1)
+        weights = weights / torch.norm(weights, p=2, dim=-1, keepdim=True)
+        each = torch.stack([expert(x) for expert in self.experts], -2)
+        return (each.gather(-2, best[..., None].expand(*best.shape, D)) * weights[..., None]).sum(-2)
+
+
+@pytest.mark.parametrize("chosen", [2, 3])
+def test_normalized_weights_of_experts_are_inside_the_branch_and_not_its_output(chosen: int) -> None:
+    torch.manual_seed(0)
+    result = audit(nn.Sequential(nn.Linear(D, D), Pre(Experts(chosen)), Pre(Experts(chosen)), nn.LayerNorm(D)), X)
+    inline = {(norm.kind, norm.placement) for norm in result.norms if norm.functional}
+    assert inline == {("l2", "inner")}
+    assert [branch.placement for branch in result.branches] == ["pre", "pre"]

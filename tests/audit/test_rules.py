@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normkit
@@ -247,3 +248,32 @@ def test_a_pyramid_on_a_convolutional_stream_lacks_no_final_norm() -> None:
     result = audit(Pyramid().eval(), torch.randn(2, 3, 16, 16))
     assert result["across.0.1"].placement == "output"  # what is added to the pyramid's stream
     assert "missing-final-norm" not in [f.rule for f in result.findings]
+
+
+class DeltaRule(nn.Module):
+    """Keys are first mixed over the tokens of a chunk, by weights that they make; then they meet the queries."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        mixed = torch.tril((k.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)).softmax(-1) @ k
+        return x + self.out((q @ (mixed.transpose(-1, -2) @ v)).transpose(1, 2).flatten(-2))
+
+
+def test_a_sum_over_tokens_is_no_head() -> None:
+    torch.manual_seed(0)
+    result = audit(nn.Sequential(nn.Linear(12, 12), DeltaRule(12, 3), DeltaRule(12, 3)), torch.randn(2, 5, 12))
+    assert sum(norm.kind == "l2" for norm in result.norms) == 4
+    assert "qk-norm-axis" not in [f.rule for f in result.findings]
+
+
+@pytest.mark.parametrize(("part", "fires"), [("bert", False), ("an unknown type", False), ("modernbert", True)])
+def test_a_family_is_held_against_a_model_only_if_all_its_parts_are_known(part: str, fires: bool) -> None:
+    config = {"model_type": "of two", "one": {"model_type": "modernbert"}, "two": {"model_type": part}}
+    result = audit(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(2, 5, 8), config=config)
+    assert ("unexpected-bias" in [f.rule for f in result.findings]) is fires

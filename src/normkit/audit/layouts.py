@@ -83,7 +83,14 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
         yield torch.cat([torch.stack([row, torch.zeros_like(row)], -1), pixels], -1)  # each patch after its place
     elif name in ("input_features", "audio_input_features"):
         mels = number(
-            config, "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim", default=80
+            config,
+            "num_mel_bins",
+            "input_feat_per_channel",
+            "n_mels",
+            "feature_size",
+            "input_dim",
+            "feature_projection_input_dim",
+            default=80,
         )
         frames = 2 * number(config, "max_source_positions", default=64)
         yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels), floats(BATCH, 1, frames, mels))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from normkit.audit.features import Dims, followed
 from normkit.audit.find import Occurrence
 from normkit.audit.find.inline import Replay
 from normkit.audit.find.modules import example_of
@@ -327,21 +328,23 @@ class Reruns:
     def attention_input(self, name: str) -> tuple[int, int] | None:
         """(the attention that a norm of queries or keys feeds, the features it contracts): a node, and a size."""
         trace = self.recorded
-        call = self.occurrences[name].calls[0]
-        todo: list[int] = [call.output]
+        call, spec = self.occurrences[name].calls[0], self.occurrences[name].identification.spec
+        at = spec.channel_dim if spec is not None and isinstance(spec.channel_dim, int) else -1
+        todo: list[tuple[int, Dims | None]] = [(call.output, frozenset((at % len(trace.values[call.output].shape),)))]
         seen: set[int] = set()
         while todo and len(seen) < 200:
-            value = todo.pop(0)
+            value, dims = todo.pop(0)
             for user in self._readers.get(value, ()):
                 if user in seen:
                     continue
                 seen.add(user)
                 node = trace.nodes[user]
-                size = _contracted(node.name, node.inputs.index(value), trace.values[value].shape)
-                if size is not None:
-                    return user, size
+                dim = _contracted(node.name, node.inputs.index(value), len(trace.values[value].shape))
+                if dim is not None and (dims is None or dim in dims):
+                    return user, trace.values[value].shape[dim]
                 if not any(word in node.name for word in ("mm", "softmax", "convolution")):
-                    todo.extend(v for v in node.outputs if trace.values[v].dtype.is_floating_point)
+                    ahead = None if dims is None else followed(trace, node, value, dims)
+                    todo.extend((v, ahead) for v in node.outputs if trace.values[v].dtype.is_floating_point)
         return None
 
     def reads(self, name: str, other: str) -> bool:
@@ -369,13 +372,13 @@ class Reruns:
         return found
 
 
-def _contracted(op: str, position: int, shape: tuple[int, ...]) -> int | None:
-    """How many features an operator sums over in products of two activations."""
+def _contracted(op: str, position: int, rank: int) -> int | None:
+    """Which dim of an input an operator sums over in products of two activations."""
     if op.startswith("aten._scaled_dot_product"):
-        return shape[-1]
+        return rank - 1
     if op.startswith(("aten.bmm", "aten.baddbmm")):
         first = 0 if "bmm" in op and "badd" not in op else 1
-        return shape[-1] if position == first else shape[-2]
+        return rank - 1 if position == first else rank - 2
     return None
 
 

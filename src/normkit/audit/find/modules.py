@@ -8,6 +8,7 @@ by them, and that slice of operators is probed like a module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,22 +54,32 @@ def _module_norms(
     for call in trace.calls:
         by_name.setdefault(call.name, []).append(call)
     candidates = _candidates(trace, leads)
+    indices = {call.index for call in candidates}
     done: set[str] = set()
     known: dict[Any, Identification] = {}  # a layer's norms mostly repeat in the next layer
+
+    def identified(call: ModuleCall) -> Identification:
+        if any(packet(trace.nodes[n]) in WEIGHT_NORM for n in call.nodes):
+            return WEIGHT_NORMALIZATION
+        key = (alike(call.module), _layouts(call))
+        if key not in known:
+            args, kwargs = example_of(call)
+            known[key] = identify(call.module, *args, **kwargs)
+        return known[key]
+
     for call in sorted(candidates, key=lambda c: (c.last - c.first, -c.index)):
         if call.name in done or any(n in claimed for n in call.nodes):
             continue
-        done.add(call.name)
         progress(f"identifying {call.name}")
-        args, kwargs = example_of(call)
+        identification = identified(call)
+        while _lacks_gain(identification) and call.parent in indices:  # the gain may be its parent's
+            above = trace.calls[call.parent]
+            whole = identified(above)
+            if whole.spec is None or _lacks_gain(whole) or not _is_same_norm(identification, whole):
+                break
+            call, identification = above, whole
+        done.add(call.name)
         calls = [c for c in by_name[call.name] if c.outputs and c.nodes]  # without any, it hands its input on
-        if any(packet(trace.nodes[n]) in WEIGHT_NORM for n in call.nodes):
-            identification = WEIGHT_NORMALIZATION
-        else:
-            key = (alike(call.module), _layouts(call))
-            if key not in known:
-                known[key] = identify(call.module, *args, **kwargs)
-            identification = known[key]
         norm_calls = [_norm_call(trace, c, identification) for c in calls]
         if identification.spec is None and identification is not WEIGHT_NORMALIZATION:
             whole = [match for c in calls if (match := finder.whole(c, leads)) is not None]
@@ -93,6 +104,20 @@ def _module_norms(
             call.module,
             next((t for t in _infos(call) if t.dtype.is_floating_point), None),
         )
+
+
+def _lacks_gain(found: Identification) -> bool:
+    """Whether a module is a norm that multiplies by nothing and adds nothing."""
+    spec = found.spec
+    return spec is not None and not (spec.has_weight or spec.has_bias or spec.gate)
+
+
+def _is_same_norm(inner: Identification, outer: Identification) -> bool:
+    """Whether a module divides by the statistic that the module inside it divides by."""
+    if inner.spec is None or outer.spec is None:
+        return False
+    same = all(getattr(inner.spec, f) == getattr(outer.spec, f) for f in ("axes", "centered", "statistic", "partial"))
+    return same and math.isclose(inner.spec.eps, outer.spec.eps, rel_tol=0.02)
 
 
 def _norm_call(trace: Trace, call: ModuleCall, found: Identification) -> NormCall:

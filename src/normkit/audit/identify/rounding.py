@@ -63,7 +63,7 @@ def precision(probe: Probe, spec: NormSpec, binding: Binding, shape: tuple[int, 
             dtypes[x_dtype, p_dtype] = y.dtype
             total += y.numel()
             if x_dtype == p_dtype:
-                for i, expected in enumerate(_without_float32(x, spec, binding.tensors(spec, p_dtype), second)):
+                for i, expected in enumerate(_without_float32(x, spec, binding.tensors(spec, p_dtype))):
                     spelled[i] = spelled.get(i, 0) + _different(expected, y)
             for candidate in candidates:
                 wrong[candidate] += _different(binding.predict(x, candidate, second, p_dtype).to(y.dtype), y)
@@ -89,13 +89,13 @@ def precision(probe: Probe, spec: NormSpec, binding: Binding, shape: tuple[int, 
     return Precision(best, mismatch, note)
 
 
-def _without_float32(x: Tensor, spec: NormSpec, given: dict[str, Tensor], second: Tensor | None) -> Iterator[Tensor]:
+def _without_float32(x: Tensor, spec: NormSpec, given: dict[str, Tensor]) -> Iterator[Tensor]:
     """Common spellings of a norm in the input's own dtype.
 
     The reference has one; code that divides by a root, or takes torch's norm or std (which round once), has other bits
     and still leaves no step in float32.
     """
-    if spec.groups > 1 or spec.axes == "group" or spec.gate is not None or second is not None or "running_var" in given:
+    if spec.groups > 1 or spec.axes == "group" or spec.gate is not None or "running_var" in given:
         return
     dims = reduced_dims(spec, x.dim())
     inside = x.narrow(dims[0], 0, partial_count(spec.partial, x.shape[dims[0]])) if spec.partial < 1 else x
@@ -119,8 +119,9 @@ def _without_float32(x: Tensor, spec: NormSpec, given: dict[str, Tensor], second
         }[spec.eps_at]
         if spec.statistic == "mean_square" and not spec.centered and spec.eps_at == "floor":  # normalize, times sqrt(n)
             length = torch.linalg.vector_norm(inside, dim=dims, keepdim=True).clamp_min(spec.eps * n**0.5)
-            yield d / length * n**0.5 * (1.0 if gain is None else gain) + (0.0 if shift is None else shift)
-        for y in (d / den,) if gain is None else (gain * (d / den), gain * d / den, d * (gain / den)):
+            for y in (d / length * n**0.5, d * (n**0.5 / length)):
+                yield y * (1.0 if gain is None else gain) + (0.0 if shift is None else shift)
+        for y in (d / den, d * (1 / den)) if gain is None else (gain * (d / den), gain * d / den, d * (gain / den)):
             yield y if shift is None else y + shift
 
 

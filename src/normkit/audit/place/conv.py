@@ -76,7 +76,7 @@ class Convolutions:
                 return self._is_conv_vertex(root)
             data = flow.data[root] if flow.roles[root] in (Role.NORM, Role.UNARY, Role.POOL) else None
             if data is None and flow.roles[root] in (Role.MUL, Role.ADD, Role.MERGE) and root not in flow.adds:
-                data = flow.actives(root)[0]
+                data = next(iter(flow.actives(root)), None)  # none: learned queries start here
         return False
 
     def _follows_convolution(self, vertex: int) -> bool:

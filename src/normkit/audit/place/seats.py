@@ -7,6 +7,7 @@ learned map, or a query or key.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
@@ -426,6 +427,8 @@ class _Placer:
             for user in flow.consumers.get(value, ()):
                 add = self.streams.adds.get(user)
                 role = flow.roles[user]
+                if add is None and self._is_weight(value, user):
+                    continue
                 if add is not None:
                     (ahead.identity if value == add.identity else ahead.branch).append(add)
                 elif role is Role.MIX:
@@ -445,3 +448,13 @@ class _Placer:
             if value in flow.trace.outputs:
                 ahead.others += 1
         return ahead
+
+    def _is_weight(self, value: int, user: int) -> bool:
+        """Whether a product takes a value as the factor of a larger activation: a share of it, not a part of it."""
+        flow = self.flow
+        if flow.names[user] not in ("mul", "div") or len(flow.actives(user)) < 2:
+            return False
+        sizes = {v: math.prod(flow.trace.values[v].shape) for v in (value, *flow.actives(user))}
+        return (
+            sizes[value] < max(sizes.values()) == math.prod(flow.trace.values[flow.trace.nodes[user].outputs[0]].shape)
+        )

@@ -60,15 +60,19 @@ def table() -> dict[str, tuple[Convention, ...]]:
 
 
 def published(config: Mapping[str, Any], spec: NormSpec) -> list[Convention]:
-    """The family's conventions for norms of this kind, with or without gain as this one; none if it is not known."""
-    types = {str(part["model_type"]) for part in _parts(config) if part.get("model_type")}
+    """The family's conventions for norms of this kind, with or without gain as this one; none if it is not known.
+
+    Of a model with several parts every part's family must be known, since the norm may be any part's. The whole's own
+    need not be, if its parts' are.
+    """
+    parts = {
+        str(part["model_type"]) for part in config.values() if isinstance(part, Mapping) and part.get("model_type")
+    }
+    if not parts.issubset(table()):
+        return []
+    types = parts | ({str(config["model_type"])} if config.get("model_type") else set())
     rows = [row for name in types for row in table().get(name, ())]
     return [row for row in rows if row.kind == spec.kind and row.has_weight == spec.has_weight]
-
-
-def _parts(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    yield config
-    yield from (value for value in config.values() if isinstance(value, Mapping))
 
 
 def measure(names: Iterable[str], progress: Callable[[str], None] = lambda _: None) -> dict[str, list[dict[str, Any]]]:
