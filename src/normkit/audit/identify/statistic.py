@@ -78,12 +78,10 @@ def _best(x: Tensor, center: Tensor, den: Tensor, leading_only: bool) -> tuple[b
     for centered in (True, False):
         mean = sums / counts if centered else torch.zeros_like(sums)
         total = (squares - counts * mean.square()).clamp_min(1e-300)
-        divisors: dict[Statistic, Tensor] = {"mean_square": counts}
-        names: tuple[Statistic, ...] = ("unbiased", "sum") if centered else ("sum", "unbiased")
-        for (
-            name
-        ) in names:  # two elements do not tell these apart: then a deviation, and of what keeps its mean a length
-            divisors[name] = torch.ones_like(counts) if name == "sum" else (counts - 1).clamp_min(1e-9)
+        # Of two elements the last two agree: what is centred is then a deviation, what keeps its mean a length.
+        deviation, length = (counts - 1).clamp_min(1e-9), torch.ones_like(counts)
+        rest = (("unbiased", deviation), ("sum", length)) if centered else (("sum", length), ("unbiased", deviation))
+        divisors: dict[Statistic, Tensor] = dict((("mean_square", counts), *rest))
         for statistic, divisor in divisors.items():
             s = total / divisor
             root = s.sqrt()

@@ -449,12 +449,13 @@ class _Placer:
                 ahead.others += 1
         return ahead
 
+    def _size(self, value: int) -> int:
+        return math.prod(self.flow.trace.values[value].shape)
+
     def _is_weight(self, value: int, user: int) -> bool:
         """Whether a product takes a value as the factor of a larger activation: a share of it, not a part of it."""
         flow = self.flow
         if flow.names[user] not in ("mul", "div") or len(flow.actives(user)) < 2:
             return False
-        sizes = {v: math.prod(flow.trace.values[v].shape) for v in (value, *flow.actives(user))}
-        return (
-            sizes[value] < max(sizes.values()) == math.prod(flow.trace.values[flow.trace.nodes[user].outputs[0]].shape)
-        )
+        largest = max(self._size(v) for v in flow.actives(user))
+        return self._size(value) < largest == self._size(flow.trace.nodes[user].outputs[0])
