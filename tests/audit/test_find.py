@@ -258,3 +258,33 @@ def test_a_norm_of_a_norm_does_not_take_the_first_one_in() -> None:
     first, second = (norm.calls[0] for norm in find_norms(recorded))
     assert second.inputs == (first.output,)
     assert not first.nodes & second.nodes
+
+
+class Cumulative(nn.Module):
+    """A causal norm: each step by the mean and the variance of all features up to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None] * D
+        mean = x.sum(-1, keepdim=True).cumsum(1) / count
+        variance = (x - mean).square().sum(-1, keepdim=True).cumsum(1) / count
+        return (x - mean) * torch.rsqrt(variance + 1e-3) * self.weight
+
+
+def test_a_norm_by_statistics_that_run_along_the_tokens_is_reported() -> None:
+    """A cumulative sum mixes tokens, but of their statistics alone: with it the norm went unseen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), Cumulative(), nn.ReLU(), nn.Linear(D, D))
+    assert [(n.name, n.kind) for n in audit(model, torch.randn(2, 7, D)).norms] == [("1", "other")]
+    sums = nn.Sequential(nn.Linear(D, D), Running(), nn.Linear(D, D))
+    assert not audit(sums, torch.randn(2, 7, D)).norms
+
+
+class Running(nn.Module):
+    """A running mean of the tokens: nothing is divided by a statistic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None] + x.mean(-1, keepdim=True).cumsum(1)

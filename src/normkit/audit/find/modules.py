@@ -18,7 +18,16 @@ from torch.utils._pytree import tree_map_only
 
 from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
 from normkit.audit.find.lookalikes import quantizes
-from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet, sums_by_product
+from normkit.audit.find.operators import (
+    FUSED,
+    MIXING,
+    ROOT,
+    STATISTIC,
+    WEIGHT_NORM,
+    packet,
+    running_statistics,
+    sums_by_product,
+)
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import alike
 from normkit.audit.identify.probe import merged
@@ -119,9 +128,11 @@ def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
     inside: dict[int, list[int]] = {}
     mixing: set[int] = set()
     leads_set = set(leads)
+    unmixed = running_statistics(trace)
     for node in trace.nodes:
         is_lead = node.index in leads_set
-        is_mixing = packet(node) in MIXING and not is_lead  # a lead that multiplies sums squares
+        # a lead that multiplies sums squares
+        is_mixing = packet(node) in MIXING and not is_lead and node.index not in unmixed
         if not (is_lead or is_mixing):
             continue
         call = node.call
