@@ -86,7 +86,7 @@ def _module_norms(
                 found = renamed(whole[0].identification, lambda name, lead=prefix: name.removeprefix(lead))
                 identification = replace(found, reason=f"{found.reason} More operators follow inside.")
                 norm_calls = [match.call for match in whole]
-        if identification.kind == "none":
+        if identification.kind == "none" or all(_statistics_only(c, finder) for c in calls):
             continue
         if identification.spec is None and any(quantizes(trace, trace.nodes[n]) for n in call.nodes):
             continue  # what it divides by is the step of its grid
@@ -102,6 +102,11 @@ def _module_norms(
             call.module,
             next((t for t in _infos(call) if t.dtype.is_floating_point), None),
         )
+
+
+def _statistics_only(call: ModuleCall, finder: InlineNorms) -> bool:
+    """Whether what a call hands on first is read by nobody, but something else that it hands on is (a scaler's scale)."""
+    return not finder.is_read(call.outputs[0]) and any(finder.is_read(v) for v in call.outputs[1:])
 
 
 def _norm_call(trace: Trace, call: ModuleCall, found: Identification) -> NormCall:
