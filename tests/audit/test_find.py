@@ -314,3 +314,23 @@ def test_a_scaler_whose_scaled_values_nobody_reads_is_no_norm() -> None:
     """Informer takes the location and the scale alone, and applies them to more than they were formed of."""
     assert len(audit(Scaled(own=True), torch.randn(3, D)).norms) == 1
     assert not audit(Scaled(own=False), torch.randn(3, D)).norms
+
+
+class Chosen(nn.Module):
+    """Descriptors of some points, the number of which depends on the data, at unit length over the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(D, D, 1), nn.Conv1d(D, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x = x[:, :, x.mean((0, 1)).abs().argsort()[:5]]
+        return self.down(F.normalize(x, p=2, dim=1))
+
+
+def test_a_length_over_dim_1_is_one_of_features_where_no_other_rank_tells() -> None:
+    """Of three dims, the channels of each point are also the space of each point as a channel."""
+    torch.manual_seed(0)
+    (norm,) = audit(Chosen(), torch.randn(2, D, 9)).norms
+    assert norm.spec is not None and (norm.kind, norm.spec.axes, norm.spec.channel_dim) == ("l2", "features", 1)

@@ -105,7 +105,7 @@ def _module_norms(
 
 
 def _statistics_only(call: ModuleCall, finder: InlineNorms) -> bool:
-    """Whether what a call hands on first is read by nobody, but something else that it hands on is (a scaler's scale)."""
+    """Whether nobody reads what a call hands on first, but something else that it does (a scaler's scale)."""
     return not finder.is_read(call.outputs[0]) and any(finder.is_read(v) for v in call.outputs[1:])
 
 
