@@ -91,3 +91,26 @@ def test_a_pyramid_hides_no_projected_block() -> None:
     result = audit(Hiera().eval(), torch.randn(2, 5, D))
     branches = [(b.placement, b.slots) for b in result.branches]
     assert branches == [("pre", {"input": [f"stages.{s}.{n}.norm"]}) for s in range(3) for n in range(2)]
+
+
+class Rotated(nn.Module):
+    """Attention whose normalized queries and keys are turned by a matrix for each pair of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
+        self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1])[:, None] * torch.arange(1, D // 2 + 1)
+        turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2))
+        q, k = ((t.unflatten(-1, (-1, 1, 2)) * turn).sum(-1).flatten(-2) for t in self._normed(x))
+        return self.out(F.scaled_dot_product_attention(q, k, self.v(x)))
+
+    def _normed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(self.q(x)), self.k_norm(self.k(x))
+
+
+def test_a_rotation_written_as_a_sum_of_products_leaves_queries_queries() -> None:
+    found = places(nn.Sequential(Pre(Rotated()), Pre(), nn.LayerNorm(D)), torch.randn(2, 5, D))
+    assert found["0.branch.q_norm"] == found["0.branch.k_norm"] == "qk"

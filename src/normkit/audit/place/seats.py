@@ -7,6 +7,7 @@ learned map, or a query or key.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
@@ -444,10 +445,14 @@ class _Placer:
 
     # ---- looking ahead ----
 
+    def _size(self, value: int) -> int:
+        return math.prod(self.flow.trace.values[value].shape)
+
     def _ahead(self, vertex: int) -> Ahead:
         flow = self.flow
         call = flow.norms.get(vertex)
         outputs = (call[1].output,) if call else flow.trace.nodes[vertex].outputs
+        size = self._size(outputs[0])
         ahead = Ahead()
         todo = [(value, True) for value in outputs]
         seen: set[int] = set()
@@ -473,7 +478,8 @@ class _Placer:
                 else:
                     if role is Role.UNARY and pure:
                         ahead.activated = True
-                    keeps = role in (Role.CARRY, Role.ADD, Role.MERGE)
+                    turned = flow.names[user] == "sum" and self._size(flow.trace.nodes[user].outputs[0]) == size
+                    keeps = role in (Role.CARRY, Role.ADD, Role.MERGE) or turned  # by constant matrices (rotary)
                     todo.extend((out, pure and keeps) for out in flow.trace.nodes[user].outputs)
             if value in flow.trace.outputs:
                 ahead.others += 1
