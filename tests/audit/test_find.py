@@ -287,3 +287,79 @@ def test_the_module_that_multiplies_by_the_gain_is_the_norm(offset: float, devic
 def test_a_wrapper_that_adds_no_gain_is_not_the_norm() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.LayerNorm(D, elementwise_affine=False)), nn.Linear(D, D))
     assert [n.name for n in audit(model, torch.randn(4, 8, D)).norms] == ["1.0"]
+
+
+class Cumulative(nn.Module):
+    """A causal norm: each step by the mean and the variance of all features up to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None] * D
+        mean = x.sum(-1, keepdim=True).cumsum(1) / count
+        variance = (x - mean).square().sum(-1, keepdim=True).cumsum(1) / count
+        return (x - mean) * torch.rsqrt(variance + 1e-3) * self.weight
+
+
+def test_a_norm_by_statistics_that_run_along_the_tokens_is_reported() -> None:
+    """A cumulative sum mixes tokens, but of their statistics alone: with it the norm went unseen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), Cumulative(), nn.ReLU(), nn.Linear(D, D))
+    assert [(n.name, n.kind) for n in audit(model, torch.randn(2, 7, D)).norms] == [("1", "other")]
+    sums = nn.Sequential(nn.Linear(D, D), Running(), nn.Linear(D, D))
+    assert not audit(sums, torch.randn(2, 7, D)).norms
+
+
+class Running(nn.Module):
+    """A running mean of the tokens: nothing is divided by a statistic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None] + x.mean(-1, keepdim=True).cumsum(1)
+
+
+class Scaler(nn.Module):
+    """Standardizes what it is given, and hands on by what."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loc, scale = x.mean(1, keepdim=True), (x.var(1, keepdim=True) + 1e-5).sqrt()
+        return (x - loc) / scale, loc, scale
+
+
+class Scaled(nn.Module):
+    """A forecast of values by the location and the scale of the first few of them, or by their own."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.scaler, self.up, self.own = Scaler(), nn.Linear(D, 1), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled, loc, scale = self.scaler(x[:, : D // 2] if not self.own else x)
+        return self.up(scaled if self.own else (x - loc) / scale) * scale + loc
+
+
+def test_a_scaler_whose_scaled_values_nobody_reads_is_no_norm() -> None:
+    """Informer takes the location and the scale alone, and applies them to more than they were formed of."""
+    assert len(audit(Scaled(own=True), torch.randn(3, D)).norms) == 1
+    assert not audit(Scaled(own=False), torch.randn(3, D)).norms
+
+
+class Chosen(nn.Module):
+    """Descriptors of some points, the number of which depends on the data, at unit length over the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(D, D, 1), nn.Conv1d(D, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x = x[:, :, x.mean((0, 1)).abs().argsort()[:5]]
+        return self.down(F.normalize(x, p=2, dim=1))
+
+
+def test_a_length_over_dim_1_is_one_of_features_where_no_other_rank_tells() -> None:
+    """Of three dims, the channels of each point are also the space of each point as a channel."""
+    torch.manual_seed(0)
+    (norm,) = audit(Chosen(), torch.randn(2, D, 9)).norms
+    assert norm.spec is not None and (norm.kind, norm.spec.axes, norm.spec.channel_dim) == ("l2", "features", 1)

@@ -265,3 +265,22 @@ def test_a_backbone_that_is_cut_keeps_its_outputs() -> None:
 
     whole, cut = default_config("mask2former").backbone_config, shallow("mask2former", 1).backbone_config
     assert (cut.out_features, sum(cut.depths)) == (whole.out_features, len(whole.depths))
+
+
+class Hears(nn.Module):
+    """A spectrum by frames, and a mask that is true where there is none."""
+
+    main_input_name = "audio_mel"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 3)
+
+    def forward(self, audio_mel: Tensor, audio_mel_mask: Tensor) -> Tensor:
+        return self.up(audio_mel).masked_fill(audio_mel_mask[..., None], 0.0)
+
+
+def test_a_spectrum_and_the_mask_of_what_is_no_sound() -> None:
+    given = guess_inputs(Hears(), SimpleNamespace(input_feat_size=7))
+    assert given["audio_mel"].shape[2] == 7 and not given["audio_mel_mask"].any()
+    assert runs(Hears(), given)

@@ -246,7 +246,7 @@ def test_a_pyramid_on_a_convolutional_stream_lacks_no_final_norm() -> None:
             return self.head(total)
 
     result = audit(Pyramid().eval(), torch.randn(2, 3, 16, 16))
-    assert result["across.0.1"].placement == "output"  # what is added to the pyramid's stream
+    assert result["across.0.1"].placement == "conv"  # a level of the pyramid ends no branch of the stream
     assert "missing-final-norm" not in [f.rule for f in result.findings]
 
 

@@ -15,6 +15,9 @@ QUICK = (
 )  # fmt: skip
 """Those of the broad set that show most in least time; the rest is slow in all."""
 
+BY_CLASS = ("lw_detr", "rf_detr", "uvdoc")
+"""Their own code asks for the hidden states of a backbone by its class: they do not run under another name."""
+
 
 def wrong(name: str, device: str = "cpu", scrambled: bool = False) -> list[str]:
     """What of an architecture's labels the audit does not say."""
@@ -50,4 +53,6 @@ def test_a_broad_choice(name: str) -> None:
 @pytest.mark.parametrize("scrambled", [False, True], ids=["names as they are", "every name scrambled"])
 @pytest.mark.parametrize("name", [n for n in BROAD if n not in QUICK])
 def test_the_rest_of_the_broad_set(name: str, scrambled: bool) -> None:
+    if scrambled and name in BY_CLASS:
+        pytest.skip("it does not run under other class names")
     assert wrong(name, scrambled=scrambled) == []

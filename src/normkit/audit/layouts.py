@@ -19,6 +19,10 @@ PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder", "
 """Configs of one part inside a config, in the order in which a size is looked for."""
 
 _TOKENS = frozenset(["input_ids", "decoder_input_ids", "inputs", "input", "qformer_input_ids", "task_inputs"])
+_MELS = (
+    "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim", "input_feat_size",
+    "feature_projection_input_dim",
+)  # fmt: skip
 _PER_IMAGE = 4
 """Rows and columns of the patches that an image given with its grid has."""
 
@@ -81,19 +85,11 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
         pixels = floats(BATCH, LENGTH, number(config, "patch_embed_hidden_size", "hidden_size", default=768))
         row = torch.arange(LENGTH).expand(BATCH, LENGTH)
         yield torch.cat([torch.stack([row, torch.zeros_like(row)], -1), pixels], -1)  # each patch after its place
-    elif name in ("input_features", "audio_input_features"):
-        mels = number(
-            config,
-            "num_mel_bins",
-            "input_feat_per_channel",
-            "n_mels",
-            "feature_size",
-            "input_dim",
-            "feature_projection_input_dim",
-            default=80,
-        )
-        frames = 2 * number(config, "max_source_positions", default=64)
+    elif name in ("input_features", "audio_input_features", "audio_mel"):
+        mels, frames = number(config, *_MELS, default=80), _frames(config)
         yield from (floats(BATCH, mels, frames), floats(BATCH, frames, mels), floats(BATCH, 1, frames, mels))
+    elif name == "audio_mel_mask":  # true where there is no sound
+        yield torch.zeros(BATCH, _frames(config), dtype=torch.bool)
     elif name in ("input_values", "decoder_input_values"):
         mels, frames = number(config, "num_mel_bins", default=80), number(config, "max_length", default=128)
         yield from (floats(BATCH, 8000), floats(BATCH, 1, 8000), floats(BATCH, frames, mels))
@@ -102,6 +98,10 @@ def _known(name: str, config: Any) -> Iterator[Tensor]:
     elif name in ("spatial_shapes", "image_sizes", "grid_hws"):
         size = _PER_IMAGE if name != "image_sizes" else _size(config)[0]
         yield torch.tensor([[size, size]] * BATCH)
+
+
+def _frames(config: Any) -> int:
+    return 2 * number(config, "max_source_positions", default=64)
 
 
 def patches(config: Any) -> Tensor:

@@ -192,6 +192,10 @@ class InlineNorms:
         """Whether a value was computed from the model's inputs rather than from its parameters alone."""
         return bool(self._dynamic[value])
 
+    def is_read(self, value: int) -> bool:
+        """Whether anything becomes of a value: an operator reads it, or it is an output of the model."""
+        return value in self.consumers or value in self.trace.outputs
+
     def match(self, lead: int) -> Match | None:
         """The norm that a lead is the statistic of."""
         if lead not in self._known:
@@ -225,7 +229,7 @@ class InlineNorms:
         numbers: dict[tuple[int, str], int] = {}
         for lead in leads:
             match = None if lead in taken else self.match(lead)
-            if match is None:
+            if match is None or not self.is_read(match.call.output):
                 continue
             taken.update(match.call.nodes)
             self._ends.add(trace.values[match.call.output].producer)

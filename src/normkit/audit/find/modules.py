@@ -19,7 +19,16 @@ from torch.utils._pytree import tree_map_only
 
 from normkit.audit.find.inline import WEIGHT_NORMALIZATION, InlineNorms, Occurrence, renamed
 from normkit.audit.find.lookalikes import quantizes
-from normkit.audit.find.operators import FUSED, MIXING, ROOT, STATISTIC, WEIGHT_NORM, packet, sums_by_product
+from normkit.audit.find.operators import (
+    FUSED,
+    MIXING,
+    ROOT,
+    STATISTIC,
+    WEIGHT_NORM,
+    packet,
+    running_statistics,
+    sums_by_product,
+)
 from normkit.audit.identify import Identification, identify
 from normkit.audit.identify.alike import alike
 from normkit.audit.identify.probe import merged
@@ -88,7 +97,7 @@ def _module_norms(
                 found = renamed(whole[0].identification, lambda name, lead=prefix: name.removeprefix(lead))
                 identification = replace(found, reason=f"{found.reason} More operators follow inside.")
                 norm_calls = [match.call for match in whole]
-        if identification.kind == "none":
+        if identification.kind == "none" or all(_statistics_only(c, finder) for c in calls):
             continue
         if identification.spec is None and any(quantizes(trace, trace.nodes[n]) for n in call.nodes):
             continue  # what it divides by is the step of its grid
@@ -120,6 +129,11 @@ def _is_same_norm(inner: Identification, outer: Identification) -> bool:
     return same and math.isclose(inner.spec.eps, outer.spec.eps, rel_tol=0.02)
 
 
+def _statistics_only(call: ModuleCall, finder: InlineNorms) -> bool:
+    """Whether nobody reads what a call hands on first, but something else that it does (a scaler's scale)."""
+    return not finder.is_read(call.outputs[0]) and any(finder.is_read(v) for v in call.outputs[1:])
+
+
 def _norm_call(trace: Trace, call: ModuleCall, found: Identification) -> NormCall:
     """One call; an addition that the norm makes first stays outside it, so that it is seen as a residual add."""
     if found.residual is not None and len(call.outputs) > 1:
@@ -144,9 +158,11 @@ def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
     inside: dict[int, list[int]] = {}
     mixing: set[int] = set()
     leads_set = set(leads)
+    unmixed = running_statistics(trace)
     for node in trace.nodes:
         is_lead = node.index in leads_set
-        is_mixing = packet(node) in MIXING and not is_lead  # a lead that multiplies sums squares
+        # a lead that multiplies sums squares
+        is_mixing = packet(node) in MIXING and not is_lead and node.index not in unmixed
         if not (is_lead or is_mixing):
             continue
         call = node.call

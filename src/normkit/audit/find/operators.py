@@ -101,6 +101,22 @@ def _sums(trace: Trace, node: Node) -> bool:
     return _is_constant(trace, second)
 
 
+def running_statistics(trace: Trace) -> frozenset[int]:
+    """Sums over all tokens up to each one, of a statistic of the token: they mix no features."""
+    return frozenset(
+        node.index for node in trace.nodes if packet(node) == "cumsum" and _is_statistic(trace, node.inputs[0])
+    )
+
+
+def _is_statistic(trace: Trace, value: int) -> bool:
+    producer = trace.producer(_seen_through(trace, value))
+    return (
+        producer is not None
+        and packet(producer) in STATISTIC
+        and numel(trace, producer.outputs[0]) < numel(trace, producer.inputs[0])
+    )
+
+
 def _seen_through(trace: Trace, value: int) -> int:
     """What a value is a view or a cast of."""
     producer = trace.producer(value)

@@ -294,9 +294,8 @@ def _shared(probe: Probe, shape: tuple[int, ...], x: Tensor) -> tuple[NormSpec, 
         options = [o for o in layouts(shape, seen) if _fits(o, shape, gains, biases)]
         layout = choose(probe, probe, shape, options)
         found = division(probe, probe, shape, layout, seen.leading_only)
-        # a length is one of features, and a single sample does not tell them from the batch
-        if layout.axes == "batch" and shape[0] == 1 and found.statistic == "sum":
-            layout = next((o for o in options if o.axes == "features"), layout)
+        if layout.axes != "features" and found.statistic == "sum" and not found.centered:
+            layout = next((o for o in options if o.axes == "features"), layout)  # a length is one of features
     finally:
         for slot, base in kept.items():
             slot.base = slot.base if slot.assumed else base

@@ -100,6 +100,8 @@ def _branch(
 ) -> Branch:
     nested = {v for node in add.interior if node in streams.adds for v in streams.adds[node].interior}
     inside = [v for v in sorted(add.interior - nested) if v in seats]
+    if add.projected and add.source in seats:
+        inside.insert(0, add.source)  # the shortcut reads what the norm gives too
 
     def ids(seat: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names[v] for v in inside if seats[v] == seat))

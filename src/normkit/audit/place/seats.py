@@ -243,8 +243,41 @@ class _Placer:
             v in self.flow.norms and self._on_stream(self.flow.norms[v][1].inputs[0]) for v in last.interior
         )
         apart = self._relation(vertex, last.node)
-        behind = root == last.node or any(self.flow.next_link(n) == last.node for n in self._norms_behind(root))
-        return "final" if behind and reads_normed and apart[1] > 0 and self._is_stack(vertex) else "post"
+        between = [n for n in self._norms_behind(root) if self.flow.next_link(n) == last.node]
+        behind = root == last.node or bool(between)
+        ends = (reads_normed or bool(between)) and apart[1] > 0 and self._is_stack(vertex)
+        return "final" if behind and ends and not self._ends_block(vertex, last) else "post"
+
+    def _ends_block(self, vertex: int, last: Add) -> bool:
+        """Whether a norm ends a block of unlike sublayers, and calls beside it on the stream end so too (Conformer)."""
+        calls, caller = self.flow.trace.calls, self._caller(vertex)
+        if caller < 0 or self._holds_like_blocks(caller, last):
+            return False
+        for other in self.flow.norms:
+            data, beside = self.flow.data[other], self._caller(other)
+            if beside in (-1, caller) or data is None or calls[beside].parent != calls[caller].parent:
+                continue
+            behind = self.streams.last_add(self.flow.root[data])
+            if behind is None or self.streams.origin[behind.node] != self.streams.origin[last.node]:
+                continue
+            if behind.node in calls[beside].nodes and self._relation(other, behind.node) == self._relation(
+                vertex, last.node
+            ):
+                return True
+        return False
+
+    def _holds_like_blocks(self, caller: int, last: Add) -> bool:
+        """Whether the blocks inside a call all run the same operators: a stack of layers."""
+        trace, kinds = self.flow.trace, []
+        for node in self.streams.adds:
+            if node not in trace.calls[caller].nodes or self.streams.origin[node] != self.streams.origin[last.node]:
+                continue
+            ups = self._ancestors(trace.nodes[node].call)
+            place = ups.index(caller)
+            if place == 0:
+                return False
+            kinds.append(tuple(self.flow.names[n] for n in trace.calls[ups[place - 1]].nodes))
+        return len(set(kinds)) == 1
 
     def _all_from_blocks(self, root: int) -> bool:
         """Whether every part of a concatenation comes from some block of a stream."""
@@ -412,10 +445,14 @@ class _Placer:
 
     # ---- looking ahead ----
 
+    def _size(self, value: int) -> int:
+        return math.prod(self.flow.trace.values[value].shape)
+
     def _ahead(self, vertex: int) -> Ahead:
         flow = self.flow
         call = flow.norms.get(vertex)
         outputs = (call[1].output,) if call else flow.trace.nodes[vertex].outputs
+        size = self._size(outputs[0])
         ahead = Ahead()
         todo = [(value, True) for value in outputs]
         seen: set[int] = set()
@@ -443,14 +480,12 @@ class _Placer:
                 else:
                     if role is Role.UNARY and pure:
                         ahead.activated = True
-                    keeps = role in (Role.CARRY, Role.ADD, Role.MERGE)
+                    turned = flow.names[user] == "sum" and self._size(flow.trace.nodes[user].outputs[0]) == size
+                    keeps = role in (Role.CARRY, Role.ADD, Role.MERGE) or turned  # by constant matrices (rotary)
                     todo.extend((out, pure and keeps) for out in flow.trace.nodes[user].outputs)
             if value in flow.trace.outputs:
                 ahead.others += 1
         return ahead
-
-    def _size(self, value: int) -> int:
-        return math.prod(self.flow.trace.values[value].shape)
 
     def _is_weight(self, value: int, user: int) -> bool:
         """Whether a product takes a value as the factor of a larger activation: a share of it, not a part of it."""

@@ -63,7 +63,11 @@ class Streams:
     def _without_inner(self) -> set[int]:
         flow = self.flow
         enclosing: dict[int, list[Add]] = defaultdict(list)
-        for add in flow.adds.values():
+        laterals: set[int] = set()
+        for node, add in flow.adds.items():
+            onto = add.link in laterals and add.source != add.link  # the pyramid's next level
+            laterals.update([node] if onto or self._goes_around(add) else [])
+        for add in (add for node, add in flow.adds.items() if node not in laterals):
             for node in add.interior | add.shortcut:
                 if node in flow.adds:
                     enclosing[node].append(add)
@@ -83,13 +87,20 @@ class Streams:
             normed = sum(self._has_norm(flow.adds[node]) for node in nodes)
             if len(nodes) < 2 or 2 * normed < len(nodes):
                 dropped.update(nodes)
-        kept = set(flow.adds) - dropped
+        kept = set(flow.adds) - dropped - laterals
         return kept - {node for node in kept if self._is_lateral(flow.adds[node], kept)}
 
     def _is_lateral(self, add: Add, kept: set[int]) -> bool:
         """Whether a projection goes around a stack of blocks (a pyramid's lateral connection): no block has one."""
         blocks = [n for n in add.interior if n in kept and self._has_norm(self.flow.adds[n])] if add.projected else ()
         return any(self.origin[node] != self.origin[add.node] for node in blocks)
+
+    def _goes_around(self, add: Add) -> bool:
+        """Whether several blocks of the very stream that a projection starts from lie beside it: it is lateral too."""
+        if not add.projected:
+            return False
+        beside = [n for n in add.interior if n in self.flow.adds and self._has_norm(self.flow.adds[n])]
+        return sum(self.flow.is_behind(add.source, node) for node in beside) > 1
 
     def crosses(self, inner: Add, add: Add) -> bool:
         """Whether an add inside another one's branch goes on with a stream from outside: streams that attend to others.

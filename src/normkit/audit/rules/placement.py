@@ -21,7 +21,7 @@ def missing_final_norm(evidence: Evidence, finding: MakeFinding) -> Iterator[Fin
         places = [place for b in branches for place in _places(evidence, b)]
         if 2 * places.count("conv") > len(places):
             continue  # convolutional networks end in pooling or in a head's convolutions, and need none
-        if not _finals(evidence, stream):
+        if not _finals(evidence, stream) and not branches[-1].slots.get("stream"):
             yield finding(
                 (branches[-1].name,),
                 f"is the last of {len(branches)} residual branches ({branches[-1].placement}), and no norm follows it: "
