@@ -37,7 +37,7 @@ inline void last_merge(const ChannelsForward& a, int64_t begin, int64_t end) {
       for (int64_t c = 0; c < channels; ++c) {
         const double delta = block[c] - mean[c];
         mean[c] += delta * share;
-        squares[c] += block[channels + c] + delta * delta * weight;
+        squares[c] += block[channels + c] + delta * (delta * weight);
       }
       count = total;
     }
@@ -65,7 +65,7 @@ template <class A>
 NORMKIT_INLINE bool is_safe_scale(A scale, A gain) {
   constexpr A small = sizeof(A) == 4 ? A(1e-34) : A(1e-290), large = sizeof(A) == 4 ? A(1e34) : A(1e290);
   const A size = scale < 0 ? -scale : scale;
-  return (size > small && size < large) || gain == 0;
+  return !(size <= small || size >= large) || gain == 0;  // a NaN is one either way, and other channels keep their bits
 }
 
 // Per-channel coefficients of one sample, as rows that the elementwise pass reads beside x.
@@ -202,6 +202,17 @@ NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute
   }
 }
 
+// dx of one piece of rows with given statistics, where gain * rstd cannot be formed beforehand.
+template <class X>
+__attribute__((noinline)) void piece_dx_in_steps(const X* g, X* dx, const compute_t<X>* gain, const compute_t<X>* rstd,
+                                                 const int64_t* rows, int64_t n, int64_t channels) {
+  using A = compute_t<X>;
+  for (int64_t r = 0; r < n; ++r)
+    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+      store(dx + rows[r] + c, load(g + rows[r] + c, tag) * load(gain + c, tag) * load(rstd + c, tag), tag);
+    });
+}
+
 // Unit (sample, block): sums of grad and grad * x̂ per channel, in short float sums added up in double.
 template <class X>
 void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
@@ -214,11 +225,16 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
   A* scale = scales.get();
   int64_t rows[kRowsPerPiece];
   int64_t filled = -1;
+  bool in_steps = false;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t sample = unit / a.blocks, block = unit % a.blocks;
     if (sample != filled) {
       k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-      for (int64_t c = 0; c < channels; ++c) scale[c] = gain[c] * k.rstd[c];
+      in_steps = false;
+      for (int64_t c = 0; c < channels; ++c) {
+        scale[c] = gain[c] * k.rstd[c];
+        in_steps |= !is_safe_scale(scale[c], gain[c]);
+      }
     }
     filled = sample;
     double* sums = a.partial + unit * 2 * channels;
@@ -233,6 +249,7 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
       for (; next < last && n < kRowsPerPiece; ++next)
         if (!mask || mask[next]) rows[n++] = next * channels;
       piece_grad_sums(g, x, dx, scale, rows, n, k, piece, sums);
+      if (dx && in_steps) [[unlikely]] piece_dx_in_steps(g, dx, gain, k.rstd, rows, n, channels);
     }
   }
 }

@@ -74,7 +74,7 @@ constexpr int64_t kChannelsAtOnce = 8;
 constexpr int64_t kElementsAtOnce = 65536;
 NORMKIT_INLINE int64_t channels_at_once(const Volume& v) {
   const int64_t fit = kElementsAtOnce / larger(1, v.samples * v.space);
-  return kElementsTogether / larger(1, v.space) < 2 || fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
+  return segments_together(v.space) < 2 || fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
 }
 
 template <class X, bool Masked>
@@ -87,7 +87,7 @@ NORMKIT_INLINE void moments_of_channels(const ChannelsForward& a, int64_t first,
       strided_moments<X, Masked>(x + k * space, a.mask, a.shape.samples, stride, space, m[k]);
     return;
   }
-  const int64_t together = kElementsTogether / space;
+  const int64_t together = segments_together(space);
   for (int64_t from = 0; from < a.shape.samples; from += together) {
     const int64_t to = smaller(from + together, a.shape.samples);
     Four<Vec<A>> sums[kChannelsAtOnce];
@@ -264,7 +264,7 @@ NORMKIT_INLINE void grad_sums_of_channels(const ChannelsBackward& a, int64_t fir
   const int64_t space = a.shape.space, stride = a.shape.channels * space;
   const X* g = static_cast<const X*>(a.grad) + first * space;
   const X* x = static_cast<const X*>(a.x) + first * space;
-  const int64_t together = Masked ? 1 : larger(1, kElementsTogether / space);
+  const int64_t together = Masked ? 1 : larger(1, segments_together(space));
   for (int64_t from = 0; from < a.shape.samples; from += together) {
     const int64_t to = smaller(from + together, a.shape.samples);
     Four<Pair<A>> sums[kChannelsAtOnce];

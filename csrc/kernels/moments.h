@@ -34,7 +34,13 @@ NORMKIT_INLINE Statistic<A> statistic_of(double mean, double variance, double ep
   return {high, A(mean - high), rstd};
 }
 
+// Short segments are summed together: as many as stay in a near cache, and not so many that a lane's sum gets long: a
+// segment shorter than a vector adds to the same few lanes each time.
 constexpr int64_t kElementsTogether = 8192;
+constexpr int64_t kSegmentsTogether = 128;
+NORMKIT_INLINE int64_t segments_together(int64_t n) {
+  return smaller(kElementsTogether / larger(1, n), kSegmentsTogether);
+}
 
 template <class X>
 NORMKIT_INLINE double value_at(const X* x, int64_t j) {
@@ -145,11 +151,11 @@ NORMKIT_INLINE void merge_pieces(const Pieces<X>& p, compute_t<X> high, Moments&
   for (int64_t i = 0; i < p.segments; ++i) segment_moments<X, false>(p.x + i * p.stride, nullptr, p.n, into);
 }
 
-// Segments of any number and length: short ones are taken together, as many as stay in a near cache.
+// Segments of any number and length: short ones are taken together.
 template <class X, bool Masked>
 NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t segments, int64_t stride, int64_t n,
                                     Moments& into) {
-  const int64_t together = kElementsTogether / n;
+  const int64_t together = segments_together(n);
   if (Masked || together < 2) {
     for (int64_t i = 0; i < segments; ++i)
       segment_moments<X, Masked>(x + i * stride, Masked ? mask + i * n : nullptr, n, into);
@@ -255,7 +261,7 @@ NORMKIT_INLINE void piece_moments(const X* x, const int64_t* rows, int64_t n, Co
     }
     const double delta = m - into.mean[c];
     into.mean[c] += delta * share;
-    into.squares[c] += (piece < 0 ? 0 : piece) + delta * delta * weight;
+    into.squares[c] += (piece < 0 ? 0 : piece) + delta * (delta * weight);  // the first piece: 0, whatever its mean
   }
 }
 

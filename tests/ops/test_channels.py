@@ -94,6 +94,53 @@ def test_a_small_gain_of_extreme_values_loses_no_digits(last: bool, size: float)
         assert (f(x, w, None) - truth).abs().max() <= 16 * 2**-24 * truth.abs().max(), name
 
 
+@pytest.mark.parametrize("space", [2, 3, 7, 15])
+@pytest.mark.parametrize("last", [False, True])
+def test_many_short_segments_sum_as_well_as_few_long_ones(space: int, last: bool) -> None:
+    """Values of two sizes round the same way at each addition: long float sums of their squares lose four digits."""
+    x = in_layout(randn(4096 // space * 2, 3, space).sign() * 0.7773, last).requires_grad_()
+    w = torch.ones(3, requires_grad=True)
+    y, _, variance, _ = ops.batch_norm_train(x, w)
+    wide = x.detach().double()
+    mean, true = wide.mean((0, 2), keepdim=True), wide.var((0, 2), unbiased=False)
+    hat = (wide - mean) / (true.view(1, 3, 1) + 1e-5).sqrt()
+    assert ((variance - true).abs() / true).max() < 16 * 2**-24
+    assert (y.double() - hat).abs().max() < 16 * 2**-24
+    dweight = torch.autograd.grad(y, w, x.detach())[0]
+    exact = (wide * hat).sum((0, 2))
+    assert ((dweight - exact).abs() / exact).max() < 32 * 2**-24
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_large_constant_has_no_variance(last: bool) -> None:
+    x = in_layout(torch.full((4, 8, 3), 2.0**600, dtype=torch.float64), last)
+    for name in ("group", "instance", "batch_train"):
+        assert (OPERATORS[name][0](x, None, None) == 0).all(), name
+    assert (ops.batch_norm_train(x[:, :, 0])[2] == 0).all()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("gain", "variance", "size"), [(1e30, 1e-30, 1e-20), (1e30, 1e-20, 0.0), (1e-10, 1e60, 1e20)])
+def test_gradient_by_given_statistics_out_of_range(last: bool, gain: float, variance: float, size: float) -> None:
+    """The gain over the deviation may leave float32 where the gradient does not."""
+    x = in_layout(randn(6, 3, 4), last).requires_grad_()
+    mean, var = torch.zeros(3, dtype=torch.float64), torch.full((3,), variance, dtype=torch.float64)
+    y = ops.batch_norm(x, mean, var, torch.full((3,), gain), None, None, 0.0)
+    dx = torch.autograd.grad(y, x, torch.full_like(y, size))[0].double()
+    exact = size * gain / variance**0.5
+    assert (dx - exact).abs().max() <= 1e-6 * exact
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_channel_without_finite_statistics_changes_no_bit_of_another(last: bool) -> None:
+    x, w = in_layout(randn(40, 33, 7), last), randn(33, seed=1)
+    clean = ops.batch_norm_train(x, w)[0]
+    x[3, 5, 2] = float("inf")
+    y = ops.batch_norm_train(x, w)[0]
+    others = [c for c in range(33) if c != 5]
+    assert torch.equal(y[:, others], clean[:, others]) and not y[:, 5].isfinite().any()
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_nan_of_any_payload_stays_one_in_half_precision(last: bool) -> None:
     """Rounding to bfloat16 by an addition takes the NaN whose bits are all ones to zero."""
