@@ -67,14 +67,16 @@ void group_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   }
 }
 
-// Short channels are worked on several at once: their segments of one sample are neighbours in memory, which is then
-// read in longer runs, and the steps of a statistic (sum, centred sums, root) wait for one another, which other channels
-// fill. How many: what stays in the second cache.
+// Short channels are worked on several at once: the steps of a statistic (sum, centred sums, root) wait for one another,
+// which other channels fill, and the segments of one sample are neighbours in memory, which is then read in longer runs.
+// How many: the forward, which reads x three times, wants them in the first cache; the backward, which streams three
+// tensors, wants runs. Segments of several pages are runs by themselves.
 constexpr int64_t kChannelsAtOnce = 8;
-constexpr int64_t kElementsAtOnce = 65536;
-NORMKIT_INLINE int64_t channels_at_once(const Volume& v) {
-  const int64_t fit = kElementsAtOnce / larger(1, v.samples * v.space);
-  return segments_together(v.space) < 2 || fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
+constexpr int64_t kElementsAtOnceForward = kElementsTogether, kElementsAtOnceBackward = 65536;
+constexpr int64_t kLongSegment = 1024;
+NORMKIT_INLINE int64_t channels_at_once(const Volume& v, int64_t elements) {
+  const int64_t fit = elements / larger(1, v.samples * v.space);
+  return v.space >= kLongSegment || fit < 1 ? 1 : smaller(fit, kChannelsAtOnce);
 }
 
 template <class X, bool Masked>
@@ -104,7 +106,8 @@ NORMKIT_INLINE void moments_of_channels(const ChannelsForward& a, int64_t first,
 template <class X, bool Masked>
 void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
-  const int64_t space = a.shape.space, stride = a.shape.channels * space, at_once = channels_at_once(a.shape);
+  const int64_t space = a.shape.space, stride = a.shape.channels * space;
+  const int64_t at_once = channels_at_once(a.shape, kElementsAtOnceForward);
   for (int64_t first = begin; first < end; first += at_once) {
     const int64_t count = smaller(at_once, end - first);
     Moments m[kChannelsAtOnce];
@@ -293,7 +296,8 @@ NORMKIT_INLINE void grad_sums_of_channels(const ChannelsBackward& a, int64_t fir
 template <class X, bool Masked>
 void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
-  const int64_t space = a.shape.space, stride = a.shape.channels * space, at_once = channels_at_once(a.shape);
+  const int64_t space = a.shape.space, stride = a.shape.channels * space;
+  const int64_t at_once = channels_at_once(a.shape, kElementsAtOnceBackward);
   const X* g = static_cast<const X*>(a.grad);
   const X* x = static_cast<const X*>(a.x);
   X* dx = static_cast<X*>(a.dx);

@@ -292,10 +292,11 @@ def _shared(probe: Probe, shape: tuple[int, ...], x: Tensor) -> tuple[NormSpec, 
         if seen.first is None or seen.last is None:
             raise NotANorm("no clear set of elements shares a statistic")
         options = [o for o in layouts(shape, seen) if _fits(o, shape, gains, biases)]
-        layout = choose(probe, probe, shape, options)
-        found = division(probe, probe, shape, layout, seen.leading_only)
-        if layout.axes != "features" and found.statistic == "sum" and not found.centered:
-            layout = next((o for o in options if o.axes == "features"), layout)  # a length is one of features
+        left = choose(probe, probe, shape, options)
+        found = division(probe, probe, shape, left[0], seen.leading_only)
+        if found.statistic == "sum" and not found.centered:  # a length is one of features
+            left.sort(key=lambda o: o.axes != "features")
+        layout = left[0]
     finally:
         for slot, base in kept.items():
             slot.base = slot.base if slot.assumed else base

@@ -140,8 +140,11 @@ def layouts(shape: tuple[int, ...], seen: Sharing) -> list[Layout]:
     return [o for o in fitting if seen.leading_only or o.spans(shape, end) == seen.last]
 
 
-def choose(probe: Probe, run: Run, shape: tuple[int, ...], options: list[Layout]) -> Layout:
+def choose(probe: Probe, run: Run, shape: tuple[int, ...], options: list[Layout]) -> list[Layout]:
     """Tell apart layouts that agree on this shape, by inputs of another rank or size where the module takes them.
+
+    Returns:
+        Those that nothing speaks against, the likeliest first.
 
     Raises:
         NotANorm: no layout is left.
@@ -165,7 +168,6 @@ def choose(probe: Probe, run: Run, shape: tuple[int, ...], options: list[Layout]
     if len(options) > 1 and len(shape) > 2 and not higher_rank:
         # other sizes of the last dim are taken, other ranks are not: a norm over space, whose size is free
         free = probe.accepts((*shape[:-1], shape[-1] + 1))
-        over_space = [o for o in options if o.axes != "features"]
-        if free and over_space:
-            return over_space[0]
-    return options[0]
+        if free:
+            options = sorted(options, key=lambda o: o.axes == "features")
+    return options

@@ -141,7 +141,7 @@ def _training(
                 raise NotANorm("in training mode no clear set of elements shares a statistic")
             options = [o for o in layouts(shape, seen) if o.axes in ("batch", "instance")]
             options = [o for o in options if _channel(o, shape) == channel % len(shape)]
-            layout = choose(probe, fresh, shape, options)
+            layout = choose(probe, fresh, shape, options)[0]
             found = division(probe, fresh, shape, layout, False)
             running = _momentum(probe, x, run, mean, variance)
     except NotANorm as error:
