@@ -50,7 +50,7 @@ def _tables(found: list[Cell]) -> list[str]:
 
 def _state(results: list[Result]) -> str:
     count = len({r.case for r in results})
-    what = "One run of the whole grid" if count == GRID else f"One run of a part of the grid: of {GRID} cells"
+    what = "The whole grid" if count == GRID else f"A part of the grid: of {GRID} cells"
     names = list(dict.fromkeys(r.provider for r in results if r.provider != COPY))
     return f"{what}, {count}, with {', '.join(names)}."
 

@@ -44,7 +44,7 @@ def test_only_a_whole_run_is_called_one() -> None:
     less = made._state([r for r in results if r.case != one])
     assert "a part of the grid" in less and "whole" not in less
     whole = len({r.case for r in results}) == made.GRID
-    assert made._state(results).startswith("One run of the whole grid" if whole else "One run of a part")
+    assert made._state(results).startswith("The whole grid" if whole else "A part of the grid")
 
 
 def test_cells_with_compiled_code_are_told_apart() -> None:
