@@ -71,11 +71,7 @@ NORMKIT_INLINE bool is_safe_scale(A scale, A gain) {
 // Per-channel coefficients of one sample, as rows that the elementwise pass reads beside x.
 template <class A>
 struct ChannelCoefficients {
-  explicit ChannelCoefficients(int64_t channels) : rows(3 * channels), channels(channels) {
-    high = rows.get();
-    low = high + channels;
-    rstd = low + channels;
-  }
+  explicit ChannelCoefficients(int64_t channels) : channels(channels), rows(3 * channels) {}
   void fill(const double* mean, const double* variance, int64_t groups, double eps) {
     const int64_t per_group = channels / groups;
     for (int64_t g = 0; g < groups; ++g) {
@@ -87,9 +83,18 @@ struct ChannelCoefficients {
       }
     }
   }
-  ScratchRow<A> rows;
+  // rstd * gain for each channel; false where one of them must not be formed beforehand.
+  bool fill_scales(const A* gain, A* scale) const {
+    bool safe = true;
+    for (int64_t c = 0; c < channels; ++c) {
+      scale[c] = rstd[c] * gain[c];
+      safe &= is_safe_scale(scale[c], gain[c]);
+    }
+    return safe;
+  }
   int64_t channels;
-  A *high, *low, *rstd;
+  ScratchRow<A> rows;
+  A *high = rows.get(), *low = high + channels, *rstd = low + channels;
 };
 
 // f(sample, from, to) for the rows of each sample in [begin, end).
@@ -128,12 +133,9 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   A* scale = scales.get();
   for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
     k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-    bool in_steps = false, flat = true;
-    for (int64_t c = 0; c < channels; ++c) {
-      scale[c] = k.rstd[c] * gain[c];
-      in_steps |= !is_safe_scale(scale[c], gain[c]);
-      flat &= k.low[c] == 0;
-    }
+    const bool in_steps = !k.fill_scales(gain, scale);
+    bool flat = true;
+    for (int64_t c = 0; c < channels; ++c) flat &= k.low[c] == 0;
     const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
       each_row_of_channels(a, from, to, static_cast<X*>(a.y), [&](int64_t row, auto together) NORMKIT_LAMBDA {
         const X* x = static_cast<const X*>(a.x) + row * channels;
@@ -230,11 +232,7 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
     const int64_t sample = unit / a.blocks, block = unit % a.blocks;
     if (sample != filled) {
       k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-      in_steps = false;
-      for (int64_t c = 0; c < channels; ++c) {
-        scale[c] = gain[c] * k.rstd[c];
-        in_steps |= !is_safe_scale(scale[c], gain[c]);
-      }
+      in_steps = !k.fill_scales(gain, scale);
     }
     filled = sample;
     double* sums = a.partial + unit * 2 * channels;
@@ -245,9 +243,7 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
     const uint8_t* mask = a.mask ? a.mask + sample * space : nullptr;
     const int64_t last = space * (block + 1) / a.blocks;
     for (int64_t next = space * block / a.blocks; next < last;) {
-      int64_t n = 0;
-      for (; next < last && n < kRowsPerPiece; ++next)
-        if (!mask || mask[next]) rows[n++] = next * channels;
+      const int64_t n = next_rows(mask, channels, last, next, rows);
       piece_grad_sums(g, x, dx, scale, rows, n, k, piece, sums);
       if (dx && in_steps) [[unlikely]] piece_dx_in_steps(g, dx, gain, k.rstd, rows, n, channels);
     }

@@ -84,12 +84,13 @@ NORMKIT_INLINE void moments_of_channels(const ChannelsForward& a, int64_t first,
   using A = compute_t<X>;
   const int64_t space = a.shape.space, stride = a.shape.channels * space;
   const X* x = static_cast<const X*>(a.x) + first * space;
-  if (Masked || count < 2) {
-    for (int64_t k = 0; k < count; ++k)
-      strided_moments<X, Masked>(x + k * space, a.mask, a.shape.samples, stride, space, m[k]);
+  const int64_t together = segments_together(space);
+  if (Masked || together < 2) {
+    for (int64_t s = 0; s < a.shape.samples; ++s)
+      for (int64_t k = 0; k < count; ++k)
+        segment_moments<X, Masked>(x + s * stride + k * space, Masked ? a.mask + s * space : nullptr, space, m[k]);
     return;
   }
-  const int64_t together = segments_together(space);
   for (int64_t from = 0; from < a.shape.samples; from += together) {
     const int64_t to = smaller(from + together, a.shape.samples);
     Four<Vec<A>> sums[kChannelsAtOnce];
@@ -267,28 +268,29 @@ NORMKIT_INLINE void grad_sums_of_channels(const ChannelsBackward& a, int64_t fir
   const int64_t space = a.shape.space, stride = a.shape.channels * space;
   const X* g = static_cast<const X*>(a.grad) + first * space;
   const X* x = static_cast<const X*>(a.x) + first * space;
-  const int64_t together = Masked ? 1 : larger(1, segments_together(space));
+  const int64_t together = segments_together(space);
+  if (Masked || together < 2) {
+    for (int64_t s = 0; s < a.shape.samples; ++s)
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = s * stride + k * space;
+        const uint8_t* mask = Masked ? a.mask + s * space : nullptr;
+        const auto alone = segment_grad_sums<X, Masked>(g + at, x + at, mask, space, stat[k]);
+        total[k].grad += alone.grad;
+        total[k].grad_hat += alone.grad_hat;
+      }
+    return;
+  }
   for (int64_t from = 0; from < a.shape.samples; from += together) {
     const int64_t to = smaller(from + together, a.shape.samples);
     Four<Pair<A>> sums[kChannelsAtOnce];
     for (int64_t s = from; s < to; ++s)
-      for (int64_t k = 0; k < count; ++k) {
-        const int64_t at = s * stride + k * space;
-        if (together > 1) {
-          add_grad_piece(g + at, x + at, space, stat[k], sums[k]);
-          continue;
-        }
-        const auto alone =
-            segment_grad_sums<X, Masked>(g + at, x + at, Masked ? a.mask + s * space : nullptr, space, stat[k]);
-        total[k].grad += alone.grad;
-        total[k].grad_hat += alone.grad_hat;
-      }
-    if (together > 1)
-      for (int64_t k = 0; k < count; ++k) {
-        const Pair<A> both = sums[k].total();
-        total[k].grad += reduce(both.first);
-        total[k].grad_hat += reduce(both.second) * double(stat[k].rstd);
-      }
+      for (int64_t k = 0; k < count; ++k)
+        add_grad_piece(g + s * stride + k * space, x + s * stride + k * space, space, stat[k], sums[k]);
+    for (int64_t k = 0; k < count; ++k) {
+      const Pair<A> both = sums[k].total();
+      total[k].grad += reduce(both.first);
+      total[k].grad_hat += reduce(both.second) * double(stat[k].rstd);
+    }
   }
 }
 

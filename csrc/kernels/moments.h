@@ -125,13 +125,6 @@ NORMKIT_INLINE void add_piece(const X* x, int64_t n, Four<Vec<compute_t<X>>>& su
   accumulate_more<A>(sums, n, [&](Vec<A>& acc, int64_t j, auto tag) NORMKIT_LAMBDA { acc += load(x + j, tag); });
 }
 
-template <class X>
-NORMKIT_INLINE double sum_of(const Pieces<X>& p) {
-  Four<Vec<compute_t<X>>> sums;
-  for (int64_t i = 0; i < p.segments; ++i) add_piece(p.x + i * p.stride, p.n, sums);
-  return reduce(sums.total());
-}
-
 // The moments of the pieces, of which `high` is nearly the mean.
 template <class X>
 NORMKIT_INLINE void merge_pieces(const Pieces<X>& p, compute_t<X> high, Moments& into) {
@@ -149,22 +142,6 @@ NORMKIT_INLINE void merge_pieces(const Pieces<X>& p, compute_t<X> high, Moments&
   const double sum = reduce(both.first), squares = reduce(both.second) - sum * (sum / p.count());
   if (is_finite(squares)) return into.merge(p.count(), high + sum / p.count(), squares < 0 ? 0 : squares);
   for (int64_t i = 0; i < p.segments; ++i) segment_moments<X, false>(p.x + i * p.stride, nullptr, p.n, into);
-}
-
-// Segments of any number and length: short ones are taken together.
-template <class X, bool Masked>
-NORMKIT_INLINE void strided_moments(const X* x, const uint8_t* mask, int64_t segments, int64_t stride, int64_t n,
-                                    Moments& into) {
-  const int64_t together = segments_together(n);
-  if (Masked || together < 2) {
-    for (int64_t i = 0; i < segments; ++i)
-      segment_moments<X, Masked>(x + i * stride, Masked ? mask + i * n : nullptr, n, into);
-    return;
-  }
-  for (int64_t first = 0; first < segments; first += together) {
-    const Pieces<X> pieces{x + first * stride, smaller(together, segments - first), stride, n};
-    merge_pieces(pieces, compute_t<X>(sum_of(pieces) / pieces.count()), into);
-  }
 }
 
 // ---- columns: the moments of each channel over rows of channels ----
@@ -190,7 +167,7 @@ NORMKIT_INLINE void by_fours(int64_t n, const F& f) {
 }
 
 // While four rows are worked on, the memory behind them is fetched in its own order: side by side, four rows look to the
-// processor like no stream at all (half the speed from memory). `first` is where they begin.
+// processor like no stream at all. `first` is where they begin.
 template <class X>
 NORMKIT_INLINE void fetch_ahead(Rows<4>, const X* first, int64_t channels, int64_t c) {
   const char* p = reinterpret_cast<const char*>(first + 4 * (channels + c));
@@ -204,16 +181,20 @@ NORMKIT_INLINE void fetch_ahead(Rows<1>, const X*, int64_t, int64_t) {}
 // own order.
 template <class A>
 struct ColumnSums {
-  explicit ColumnSums(int64_t channels) : rows(3 * channels), channels(channels) {
-    high = rows.get();
-    first = high + channels;
-    second = first + channels;
-  }
+  explicit ColumnSums(int64_t channels) : channels(channels), rows(3 * channels) {}
   NORMKIT_INLINE void clear() { memset(high, 0, 3 * channels * sizeof(A)); }
-  ScratchRow<A> rows;
   int64_t channels;
-  A *high, *first, *second;
+  ScratchRow<A> rows;
+  A *high = rows.get(), *first = high + channels, *second = first + channels;
 };
+
+// The offsets of the next rows that count, at most kRowsPerPiece of them before row `end`; how many.
+NORMKIT_INLINE int64_t next_rows(const uint8_t* mask, int64_t channels, int64_t end, int64_t& next, int64_t* rows) {
+  int64_t n = 0;
+  for (; next < end && n < kRowsPerPiece; ++next)
+    if (!mask || mask[next]) rows[n++] = next * channels;
+  return n;
+}
 
 // Merge one piece of n rows, at x + rows[r].
 template <class X>
@@ -274,9 +255,7 @@ void column_moments(const X* x, const uint8_t* mask, int64_t begin, int64_t end,
   ColumnSums<compute_t<X>> sums(channels);
   int64_t rows[kRowsPerPiece];
   for (int64_t next = begin; next < end;) {
-    int64_t n = 0;
-    for (; next < end && n < kRowsPerPiece; ++next)
-      if (!mask || mask[next]) rows[n++] = next * channels;
+    const int64_t n = next_rows(mask, channels, end, next, rows);
     if (n == 0) break;
     piece_moments(x, rows, n, sums, into);
     into.count += n;

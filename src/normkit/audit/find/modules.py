@@ -161,7 +161,7 @@ def _candidates(trace: Trace, leads: Sequence[int]) -> list[ModuleCall]:
     unmixed = running_statistics(trace)
     for node in trace.nodes:
         is_lead = node.index in leads_set
-        # a lead that multiplies sums squares
+        # a lead that multiplies sums squares, and a running statistic adds up statistics: neither mixes features
         is_mixing = packet(node) in MIXING and not is_lead and node.index not in unmixed
         if not (is_lead or is_mixing):
             continue

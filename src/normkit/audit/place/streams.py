@@ -65,8 +65,9 @@ class Streams:
         enclosing: dict[int, list[Add]] = defaultdict(list)
         laterals: set[int] = set()
         for node, add in flow.adds.items():
-            onto = add.link in laterals and add.source != add.link  # the pyramid's next level
-            laterals.update([node] if onto or self._goes_around(add) else [])
+            next_level = add.link in laterals and add.source != add.link
+            if next_level or self._goes_around(add):
+                laterals.add(node)
         for add in (add for node, add in flow.adds.items() if node not in laterals):
             for node in add.interior | add.shortcut:
                 if node in flow.adds:
