@@ -59,15 +59,6 @@ inline void last_merge(const ChannelsForward& a, int64_t begin, int64_t end) {
   }
 }
 
-// Whether rstd * gain can be formed beforehand: not where it leaves the range in which it is exact to rounding (values of
-// 1e30 with gains of 1e-10), though x̂ * gain does not.
-template <class A>
-NORMKIT_INLINE bool is_safe_scale(A scale, A gain) {
-  constexpr A small = sizeof(A) == 4 ? A(1e-34) : A(1e-290), large = sizeof(A) == 4 ? A(1e34) : A(1e290);
-  const A size = scale < 0 ? -scale : scale;
-  return !(size <= small || size >= large) || gain == 0;  // a NaN is one either way, and other channels keep their bits
-}
-
 // Per-channel coefficients of one sample, as rows that the elementwise pass reads beside x.
 template <class A>
 struct ChannelCoefficients {
@@ -83,15 +74,7 @@ struct ChannelCoefficients {
       }
     }
   }
-  // rstd * gain for each channel; false where one of them must not be formed beforehand.
-  bool fill_scales(const A* gain, A* scale) const {
-    bool safe = true;
-    for (int64_t c = 0; c < channels; ++c) {
-      scale[c] = rstd[c] * gain[c];
-      safe &= is_safe_scale(scale[c], gain[c]);
-    }
-    return safe;
-  }
+  Statistic<A> of(int64_t c) const { return {high[c], low[c], rstd[c]}; }
   int64_t channels;
   ScratchRow<A> rows;
   A *high = rows.get(), *low = high + channels, *rstd = low + channels;
@@ -120,8 +103,7 @@ NORMKIT_INLINE void each_row_of_channels(const Args& a, int64_t from, int64_t to
   }
 }
 
-// Unit: one row of channels. What a row of channels reads beside x is most of the work: rstd * gain is formed beforehand
-// where it can be, and a lower part of the means is read where there is one (given statistics are mostly floats).
+// Unit: one row of channels. What a row of channels reads beside x is most of the work.
 template <class X>
 void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   using A = compute_t<X>;
@@ -129,13 +111,17 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   const A* gain = static_cast<const A*>(a.gain);
   const A* bias = static_cast<const A*>(a.bias);
   ChannelCoefficients<A> k(channels);
-  ScratchRow<A> scales(channels);
-  A* scale = scales.get();
+  ScratchRow<A> products(2 * channels);
+  A *scale = products.get(), *shift = scale + channels;
   for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
     k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-    const bool in_steps = !k.fill_scales(gain, scale);
-    bool flat = true;
-    for (int64_t c = 0; c < channels; ++c) flat &= k.low[c] == 0;
+    bool safe = true;
+    for (int64_t c = 0; c < channels; ++c) {
+      const Scaled<A> s = scaled(k.of(c), gain[c], bias[c]);
+      scale[c] = s.scale;
+      shift[c] = s.shift;
+      safe &= s.safe;
+    }
     const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
       each_row_of_channels(a, from, to, static_cast<X*>(a.y), [&](int64_t row, auto together) NORMKIT_LAMBDA {
         const X* x = static_cast<const X*>(a.x) + row * channels;
@@ -148,23 +134,16 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
         });
       });
     };
-    if (in_steps) [[unlikely]] {
+    if (safe) [[likely]] {
       each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag),
-                by = load(gain + c, tag), shift = load(bias + c, tag)](const Vec<A>& x) NORMKIT_LAMBDA {
-          return ((x - high) - low) * rstd * by + shift;
-        };
-      });
-    } else if (flat) {
-      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), by = load(scale + c, tag), shift = load(bias + c, tag)](
-                   const Vec<A>& x) NORMKIT_LAMBDA { return (x - high) * by + shift; };
+        return [high = load(k.high + c, tag), by = load(scale + c, tag), add = load(shift + c, tag)](const Vec<A>& x)
+                   NORMKIT_LAMBDA { return (x - high) * by + add; };
       });
     } else {
       each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), low = load(k.low + c, tag), by = load(scale + c, tag),
-                shift = load(bias + c, tag)](const Vec<A>& x) NORMKIT_LAMBDA {
-          return ((x - high) - low) * by + shift;
+        return [high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag),
+                by = load(gain + c, tag), add = load(bias + c, tag)](const Vec<A>& x) NORMKIT_LAMBDA {
+          return ((x - high) - low) * rstd * by + add;
         };
       });
     }
@@ -232,7 +211,11 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
     const int64_t sample = unit / a.blocks, block = unit % a.blocks;
     if (sample != filled) {
       k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-      in_steps = !k.fill_scales(gain, scale);
+      in_steps = false;
+      for (int64_t c = 0; c < channels; ++c) {
+        scale[c] = k.rstd[c] * gain[c];
+        in_steps |= !is_safe(scale[c], gain[c]);
+      }
     }
     filled = sample;
     double* sums = a.partial + unit * 2 * channels;
@@ -269,12 +252,14 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   const int64_t channels = a.shape.channels, per_group = channels / a.groups;
   const A* gain = static_cast<const A*>(a.gain);
   ChannelCoefficients<A> k(channels);
-  ScratchRow<A> means(2 * channels);
+  ScratchRow<A> means(2 * channels), products(3 * channels);
   A *s1 = means.get(), *s2 = s1 + channels;
+  A *scale = products.get(), *slope = scale + channels, *shift = slope + channels;
   for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
     k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
     const double* sums = a.sums + sample * 2 * channels;
     const double share = a.frozen || a.count == 0 ? 0 : 1 / a.count;
+    bool safe = true;
     for (int64_t group = 0; group < a.groups; ++group) {
       double total = 0, total_hat = 0;
       for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
@@ -284,25 +269,46 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
       for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
         s1[c] = A(total * share);
         s2[c] = A(total_hat * share);
+        const ScaledGrad<A> s = scaled_grad(k.of(c), gain[c], total * share, total_hat * share);
+        scale[c] = s.scale;
+        slope[c] = s.slope;
+        shift[c] = s.shift;
+        safe &= s.safe;
       }
     }
-    each_row_of_channels(a, from, to, static_cast<X*>(a.dx), [&](int64_t row, auto together) NORMKIT_LAMBDA {
-      const X* g = static_cast<const X*>(a.grad) + row * channels;
-      const X* x = static_cast<const X*>(a.x) + row * channels;
-      X* dx = static_cast<X*>(a.dx) + row * channels;
-      for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        fetch_ahead(together, g, channels, c);
-        fetch_ahead(together, x, channels, c);
-        fetch_ahead(together, dx, channels, c);
-        const Vec<A> high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag);
-        const Vec<A> scale = load(gain + c, tag), first = load(s1 + c, tag), second = load(s2 + c, tag);
-        NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
-          const int64_t at = i * channels + c;
-          const Vec<A> hat = ((load(x + at, tag) - high) - low) * rstd;
-          store(dx + at, (load(g + at, tag) * scale - first - hat * second) * rstd, tag);
-        }
+    const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
+      each_row_of_channels(a, from, to, static_cast<X*>(a.dx), [&](int64_t row, auto together) NORMKIT_LAMBDA {
+        const X* g = static_cast<const X*>(a.grad) + row * channels;
+        const X* x = static_cast<const X*>(a.x) + row * channels;
+        X* dx = static_cast<X*>(a.dx) + row * channels;
+        for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+          fetch_ahead(together, g, channels, c);
+          fetch_ahead(together, x, channels, c);
+          fetch_ahead(together, dx, channels, c);
+          const auto gradient = at(c, tag);
+          NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
+            const int64_t j = i * channels + c;
+            store(dx + j, gradient(load(g + j, tag), load(x + j, tag)), tag);
+          }
+        });
       });
-    });
+    };
+    if (safe) [[likely]] {
+      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        return [high = load(k.high + c, tag), by = load(scale + c, tag), of_x = load(slope + c, tag),
+                less = load(shift + c, tag)](const Vec<A>& grad, const Vec<A>& x) NORMKIT_LAMBDA {
+          return (grad * by - (x - high) * of_x) - less;
+        };
+      });
+    } else {
+      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        return [high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag),
+                by = load(gain + c, tag), first = load(s1 + c, tag), second = load(s2 + c, tag)](
+                   const Vec<A>& grad, const Vec<A>& x) NORMKIT_LAMBDA {
+          return (grad * by - first - ((x - high) - low) * rstd * second) * rstd;
+        };
+      });
+    }
   });
 }
 

@@ -2,15 +2,9 @@
 // contiguous elements.
 #pragma once
 
-#include "moments.h"
+#include "coefficients.h"
 
 namespace normkit::NORMKIT_ISA {
-
-template <class A>
-struct SegmentCoefficients {
-  Statistic<A> stat;
-  A gain, bias;
-};
 
 // out[j] = f(j, tag) over a segment, the end of which need not fill a vector.
 template <class X, class F>
@@ -32,12 +26,26 @@ NORMKIT_INLINE void fill_segment(X* out, int64_t n, const F& f) {
 }
 
 template <class X, bool Masked>
-NORMKIT_INLINE void normalize_segment(const X* x, X* y, const uint8_t* mask, int64_t n,
-                                      const SegmentCoefficients<compute_t<X>>& k) {
+__attribute__((noinline)) void normalize_in_steps(const X* x, X* y, const uint8_t* mask, int64_t n,
+                                                  const Statistic<compute_t<X>>& stat, compute_t<X> gain,
+                                                  compute_t<X> bias) {
   using A = compute_t<X>;
-  const Vec<A> rstd(k.stat.rstd), gain(k.gain), bias(k.bias);
   fill_segment(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
-    Vec<A> v = centre(load(x + j, tag), k.stat.high, k.stat.low) * rstd * gain + bias;
+    Vec<A> v = centre(load(x + j, tag), stat.high, stat.low) * Vec<A>(stat.rstd) * Vec<A>(gain) + Vec<A>(bias);
+    if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
+    return v;
+  });
+}
+
+template <class X, bool Masked>
+NORMKIT_INLINE void normalize_segment(const X* x, X* y, const uint8_t* mask, int64_t n,
+                                      const Statistic<compute_t<X>>& stat, compute_t<X> gain, compute_t<X> bias) {
+  using A = compute_t<X>;
+  const Scaled<A> k = scaled(stat, gain, bias);
+  if (!k.safe) [[unlikely]] return normalize_in_steps<X, Masked>(x, y, mask, n, stat, gain, bias);
+  const Vec<A> high(stat.high), scale(k.scale), shift(k.shift);
+  fill_segment(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+    Vec<A> v = (load(x + j, tag) - high) * scale + shift;
     if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
     return v;
   });
@@ -62,8 +70,8 @@ void group_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
     const Statistic<A> stat = statistic_of<A>(m.mean, variance, a.eps);
     const int64_t first = unit % a.groups * per_group;
     for (int64_t c = 0; c < per_group; ++c)
-      normalize_segment<X, false>(x + c * space, y + c * space, nullptr, space,
-                                  {stat, gain[first + c], bias[first + c]});
+      normalize_segment<X, false>(x + c * space, y + c * space, nullptr, space, stat, gain[first + c],
+                                  bias[first + c]);
   }
 }
 
@@ -112,22 +120,22 @@ void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   for (int64_t first = begin; first < end; first += at_once) {
     const int64_t count = smaller(at_once, end - first);
     Moments m[kChannelsAtOnce];
-    SegmentCoefficients<A> k[kChannelsAtOnce];
+    Statistic<A> stat[kChannelsAtOnce];
     moments_of_channels<X, Masked>(a, first, count, m);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t c = first + i;
       const double variance = m[i].count > 0 ? m[i].squares / m[i].count : 0;
       a.mean[c] = m[i].mean;
       a.variance[c] = variance;
-      k[i] = {statistic_of<A>(m[i].mean, variance, a.eps), static_cast<const A*>(a.gain)[c],
-              static_cast<const A*>(a.bias)[c]};
+      stat[i] = statistic_of<A>(m[i].mean, variance, a.eps);
     }
     if (a.count) *a.count = m[0].count;  // every channel has the same
     for (int64_t s = 0; s < a.shape.samples; ++s)
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t at = s * stride + (first + i) * space;
+        const int64_t c = first + i, at = s * stride + c * space;
         normalize_segment<X, Masked>(static_cast<const X*>(a.x) + at, static_cast<X*>(a.y) + at,
-                                     Masked ? a.mask + s * space : nullptr, space, k[i]);
+                                     Masked ? a.mask + s * space : nullptr, space, stat[i],
+                                     static_cast<const A*>(a.gain)[c], static_cast<const A*>(a.bias)[c]);
       }
   }
 }
@@ -150,9 +158,8 @@ void normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
       const A high = A(a.mean[c]);
       normalize_segment<X, Masked>(static_cast<const X*>(a.x) + unit * space, static_cast<X*>(a.y) + unit * space,
                                    Masked ? a.mask + i * space : nullptr, space,
-                                   {{high, A(a.mean[c] - high), roots.get()[c]},
-                                    static_cast<const A*>(a.gain)[c],
-                                    static_cast<const A*>(a.bias)[c]});
+                                   {high, A(a.mean[c] - high), roots.get()[c]}, static_cast<const A*>(a.gain)[c],
+                                   static_cast<const A*>(a.bias)[c]);
     }
 }
 
@@ -201,14 +208,28 @@ NORMKIT_INLINE void add_grad_piece(const X* g, const X* x, int64_t n, const Stat
 }
 
 template <class X, bool Masked>
-NORMKIT_INLINE void segment_dx(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
-                               const Statistic<compute_t<X>>& stat, compute_t<X> gain, compute_t<X> s1,
-                               compute_t<X> s2) {
+__attribute__((noinline)) void dx_in_steps(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
+                                           const Statistic<compute_t<X>>& stat, compute_t<X> gain, compute_t<X> s1,
+                                           compute_t<X> s2) {
   using A = compute_t<X>;
-  const Vec<A> rstd(stat.rstd), w(gain), m1(s1), m2(s2);
+  const Vec<A> rstd(stat.rstd);
   fill_segment(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     const Vec<A> hat = centre(load(x + j, tag), stat.high, stat.low) * rstd;
-    Vec<A> d = (load(g + j, tag) * w - m1 - hat * m2) * rstd;
+    Vec<A> d = (load(g + j, tag) * Vec<A>(gain) - Vec<A>(s1) - hat * Vec<A>(s2)) * rstd;
+    if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
+    return d;
+  });
+}
+
+template <class X, bool Masked>
+NORMKIT_INLINE void segment_dx(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
+                               const Statistic<compute_t<X>>& stat, compute_t<X> gain, double s1, double s2) {
+  using A = compute_t<X>;
+  const ScaledGrad<A> k = scaled_grad(stat, gain, s1, s2);
+  if (!k.safe) [[unlikely]] return dx_in_steps<X, Masked>(g, x, dx, mask, n, stat, gain, A(s1), A(s2));
+  const Vec<A> high(stat.high), scale(k.scale), slope(k.slope), shift(k.shift);
+  fill_segment(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
+    Vec<A> d = (load(g + j, tag) * scale - (load(x + j, tag) - high) * slope) - shift;
     if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
     return d;
   });
@@ -236,7 +257,7 @@ void group_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
     }
     for (int64_t c = 0; c < per_group; ++c)
       segment_dx<X, false>(g + c * space, x + c * space, dx + c * space, nullptr, space, stat, gain[first + c],
-                           A(s1 / n), A(s2 / n));
+                           s1 / n, s2 / n);
   }
 }
 
@@ -320,7 +341,7 @@ void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
         }
         const double scale = a.frozen || a.count == 0 ? 0 : gain[c] / a.count;
         segment_dx<X, Masked>(g + at, x + at, dx + at, Masked ? a.mask + s * space : nullptr, space, stat[k], gain[c],
-                              A(sums[k].grad * scale), A(sums[k].grad_hat * scale));
+                              sums[k].grad * scale, sums[k].grad_hat * scale);
       }
     for (int64_t k = 0; k < count; ++k) {
       a.sums[first + k] = sums[k].grad;

@@ -132,6 +132,22 @@ def test_gradient_by_given_statistics_out_of_range(last: bool, gain: float, vari
 
 
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1e30), (0.0, 1e-15), (1e30, 1e28), (1e4, 1e-2), (-1e4, 3e-3)])
+def test_gradient_of_a_batch_far_from_one(last: bool, mean: float, deviation: float) -> None:
+    """dx is the gradient less its part along x̂; the factor of x in that may leave float32, or hold the mean's digits."""
+    x = in_layout(mean + deviation * randn(60, 5, 9), last)
+    exact = x.double()
+    centred = exact - exact.mean((0, 2), keepdim=True)
+    hat = centred / exact.std((0, 2), correction=0, keepdim=True)
+    grad = (hat + 0.3 * in_layout(randn(60, 5, 9, seed=1), last)).float()  # much of it along x̂
+    gain = 1 + 0.5 * randn(5, seed=2)
+    x.requires_grad_(), exact.requires_grad_()
+    dx = torch.autograd.grad(ops.batch_norm_train(x, gain, None, None, 0.0)[0], x, grad)[0]
+    y = ops.batch_norm_train_reference(exact, gain.double(), None, None, 0.0)[0]
+    assert_gradient(dx, torch.autograd.grad(y, exact, grad.double())[0], torch.float32)
+
+
+@pytest.mark.parametrize("last", [False, True])
 def test_a_channel_without_finite_statistics_changes_no_bit_of_another(last: bool) -> None:
     x, w = in_layout(randn(40, 33, 7), last), randn(33, seed=1)
     clean = ops.batch_norm_train(x, w)[0]
