@@ -1,8 +1,4 @@
-"""Write the results of docs/bench.md and its picture from docs/bench/*.csv: ``python docs/bench.py --write``.
-
-results.csv is the grid. compiled.csv, where there is one, is a run of fewer cells with torch.compile too, whose
-compilation takes hours for the whole grid.
-"""
+"""Write the results of docs/bench.md and its picture from docs/bench/results.csv: ``python docs/bench.py --write``."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from normkit.bench.summary import Cell, Line, by, cells, left_out, line
 
 DOCS = Path(__file__).parent
 PAGE, RESULTS, PICTURE = DOCS / "bench.md", DOCS / "bench" / "results.csv", DOCS / "bench" / "ratios.svg"
-COMPILED = DOCS / "bench" / "compiled.csv"
 BEGIN, END = "<!-- results: written by docs/bench.py -->", "<!-- end of results -->"
 GRID = 900
 
@@ -26,10 +21,6 @@ def text(about: dict[str, str], results: list[Result]) -> str:
     found = cells(results)
     parts = [_state(results), _facts(about), *_tables(found)]
     parts += [f"![ratios](bench/{PICTURE.name})", _notable(found), _behind(found), _left_out(results)]
-    if COMPILED.exists():
-        _, others = read(COMPILED)
-        compared = cells(others)
-        parts += ["### With torch.compile", _state(others), *_tables(compared), _behind(compared), _left_out(others)]
     return "\n\n".join(parts)
 
 
@@ -45,7 +36,18 @@ def _tables(found: list[Cell]) -> list[str]:
         lines = by(found, key)
         if name == "norm" or len(lines) > 1:
             tables.append(_table(name, [*lines, line("all", found)] if name == "norm" else lines))
+    tables.append(_table("the fastest other takes", _by_duration(found)))
     return tables
+
+
+def _by_duration(found: list[Cell]) -> list[Line]:
+    """Apart, what is bound by the cost of a call and what by memory."""
+    steps = {"under 50 µs": 50.0, "50 to 300 µs": 300.0, "longer": float("inf")}
+    sets: dict[str, list[Cell]] = {f"{way}, {step}": [] for way in ("forward", "train") for step in steps}
+    for c in found:
+        step = next(name for name, limit in steps.items() if c.times[c.fastest] < limit)
+        sets[f"{'train' if c.case.mode == 'train' else 'forward'}, {step}"].append(c)
+    return [line(name, some) for name, some in sets.items() if some]
 
 
 def _state(results: list[Result]) -> str:

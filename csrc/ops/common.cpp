@@ -189,9 +189,8 @@ Parameter::Parameter(const OptionalTensor& t, const char* name, int64_t n, bool 
   kernels().convert_parameter({from, dtype, n, offset, offset_in_dtype, buffer_->get(), wide});
 }
 
-int64_t blocks_for(int64_t rows, int64_t features) {
-  constexpr int64_t kElementsPerBlock = 16384;
-  const int64_t wanted = rows * features / kElementsPerBlock;
+int64_t blocks_for(int64_t rows, int64_t features, int64_t elements) {
+  const int64_t wanted = rows * features / elements;
   return std::clamp<int64_t>(wanted, 1, std::min<int64_t>(16, std::max<int64_t>(rows, 1)));
 }
 

@@ -74,8 +74,9 @@ class Parameter {
   std::unique_ptr<Buffer> buffer_;
 };
 
-// How many blocks column sums over rows are cut into: a function of the shape alone, at most 16.
-int64_t blocks_for(int64_t rows, int64_t features);
+// How many blocks column sums over rows are cut into: a function of the shape alone, about one for so many elements and at
+// most 16.
+int64_t blocks_for(int64_t rows, int64_t features, int64_t elements = 16384);
 
 // Rows (or other units) that are worth a thread's while.
 inline int64_t grain(int64_t elements_per_unit) {

@@ -156,7 +156,7 @@ Gradients run_backward(const Backward& b) {
   a.rows = rows;
   a.features = n;
   a.period = period_of(x, b.weight, {});
-  a.blocks = blocks_for(rows, n);
+  a.blocks = blocks_for(rows, n, 32768);  // few, as each has two sums a feature that are cleared and added up
   a.grad = input_rows(b.grad, "grad", keep_grad);
   NORMKIT_CHECK(a.grad.dtype == dtype || (!wide && a.grad.dtype == DType::float32),
                 "normkit: grad must have x's dtype or float32");

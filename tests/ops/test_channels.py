@@ -134,7 +134,7 @@ def test_gradient_by_given_statistics_out_of_range(last: bool, gain: float, vari
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1e30), (0.0, 1e-15), (1e30, 1e28), (1e4, 1e-2), (-1e4, 3e-3)])
 def test_gradient_of_a_batch_far_from_one(last: bool, mean: float, deviation: float) -> None:
-    """dx is the gradient less its part along x̂; the factor of x in that may leave float32, or hold the mean's digits."""
+    """The part of dx along x̂: its factor of x in that may leave float32, or need the mean's digits."""
     x = in_layout(mean + deviation * randn(60, 5, 9), last)
     exact = x.double()
     centred = exact - exact.mean((0, 2), keepdim=True)

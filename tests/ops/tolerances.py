@@ -6,7 +6,8 @@ float32, 53 for float64).
 - forward, half types: everything is float32, rounded once at the end: u of the value, and a hair for a float32 result
   on the other side of a rounding boundary.
 - forward, float32: x - mean, times rstd, times gain, plus bias: four roundings, and rstd itself is off by about two:
-  6 u of the largest term of the sum, which |y| + |bias| bounds.
+  6 u of the largest term of the sum, which |y| + |bias| bounds. (Channels take rstd * gain, and the bias less the
+  mean's lower part times that, as one number each: as many roundings.)
 - forward, float64: the value compared with is float64 too and errs as much again, more for long rows: 24 u.
 - dx: three terms that may cancel, each with the forward's error: 16 u of the largest |dx|.
 - column sums: n float32 terms added in short sums: the errors average out; 4 sqrt(n) u of the largest sum bounds all
