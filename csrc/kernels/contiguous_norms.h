@@ -350,26 +350,6 @@ void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
   }
 }
 
-#define NORMKIT_BY_DTYPE(dtype, call)   \
-  switch (dtype) {                      \
-    case DType::float32: {              \
-      using X = float;                  \
-      return call;                      \
-    }                                   \
-    case DType::bfloat16: {             \
-      using X = bfloat16;               \
-      return call;                      \
-    }                                   \
-    case DType::float16: {              \
-      using X = float16;                \
-      return call;                      \
-    }                                   \
-    case DType::float64: {              \
-      using X = double;                 \
-      return call;                      \
-    }                                   \
-  }
-
 inline void group_norm(const ChannelsForward& a, int64_t begin, int64_t end) {
   NORMKIT_BY_DTYPE(a.shape.dtype, group_norm_from<X>(a, begin, end))
 }

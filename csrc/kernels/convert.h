@@ -12,6 +12,13 @@ using VecF = Vec<float>;
 NORMKIT_INLINE U32 bits_of(VecF::Native v) { return (U32)v; }
 NORMKIT_INLINE VecF::Native float_of(U32 v) { return (VecF::Native)v; }
 
+// Conversions that take many instructions are functions of their own on processors so old that size counts for more.
+#if defined(__SSE2__) && !defined(__AVX2__)
+#define NORMKIT_LONG inline __attribute__((noinline))
+#else
+#define NORMKIT_LONG NORMKIT_INLINE
+#endif
+
 // ---- bfloat16: the upper half of a float ----
 
 // (GCC 12 takes five instructions for the widening that is one.)
@@ -33,7 +40,7 @@ NORMKIT_INLINE U32 rounded_number(VecF::Native v) {
 }
 NORMKIT_INLINE U32 rounded_value(VecF::Native v) { return (v != v) ? (bits_of(v) | 0x400000u) : rounded_number(v); }
 
-NORMKIT_INLINE U16 narrow(VecF::Native v, bfloat16) {
+NORMKIT_LONG U16 narrow(VecF::Native v, bfloat16) {
 #if defined(__AVX512BF16__)
   // Rounds to nearest even like the integer form, but takes subnormal floats (below 1.2e-38) for zero.
   return (U16)_mm512_cvtneps_pbh((__m512)v);
@@ -55,7 +62,7 @@ NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
   return (U16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
 }
 #else
-NORMKIT_INLINE VecF::Native widen(U16 h, float16) {
+NORMKIT_LONG VecF::Native widen(U16 h, float16) {
   const U32 u = __builtin_convertvector(h, U32);
   const U32 magnitude = u & 0x7fffu;
   // Moving the exponent by a multiplication also makes subnormal halves come out right.
@@ -63,7 +70,7 @@ NORMKIT_INLINE VecF::Native widen(U16 h, float16) {
   const U32 special = (magnitude << 13) | 0x7f800000u;  // inf and NaN
   return float_of((magnitude >= 0x7c00u ? special : bits_of(scaled)) | ((u & 0x8000u) << 16));
 }
-NORMKIT_INLINE U16 narrow(VecF::Native v, float16) {
+NORMKIT_LONG U16 narrow(VecF::Native v, float16) {
   const U32 u = bits_of(v);
   const U32 magnitude = u & 0x7fffffffu;
   const U32 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
@@ -135,6 +142,7 @@ NORMKIT_INLINE VecF round_to(const VecF& v, bfloat16) {
 NORMKIT_HALF(bfloat16)
 #endif
 #undef NORMKIT_HALF
+#undef NORMKIT_LONG
 
 NORMKIT_INLINE VecF round_to(const VecF& v, float) { return v; }
 NORMKIT_INLINE Vec<double> round_to(const Vec<double>& v, double) { return v; }

@@ -15,6 +15,7 @@ extern const KernelTable NORMKIT_TABLE;
 
 const KernelTable NORMKIT_TABLE = {
     NORMKIT_STRING(NORMKIT_ISA),
+    NORMKIT_ISA::has,
     NORMKIT_ISA::convert_parameter,
     NORMKIT_ISA::sum_blocks,
     NORMKIT_ISA::update_running,

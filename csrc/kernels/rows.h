@@ -8,6 +8,31 @@
 
 namespace normkit::NORMKIT_ISA {
 
+// A call for the storage type X that `dtype` names, in a function that returns what it does.
+#define NORMKIT_OF_TYPE(type, call)            \
+  {                                            \
+    using X = type;                            \
+    if constexpr (kCompiled<X>) return call;   \
+    break;                                     \
+  }
+#define NORMKIT_BY_DTYPE(dtype, call)              \
+  switch (dtype) {                                 \
+    case DType::float32:                           \
+      NORMKIT_OF_TYPE(float, call)                 \
+    case DType::bfloat16:                          \
+      NORMKIT_OF_TYPE(bfloat16, call)              \
+    case DType::float16:                           \
+      NORMKIT_OF_TYPE(float16, call)               \
+    case DType::float64:                           \
+      NORMKIT_OF_TYPE(double, call)                \
+  }                                                \
+  abort(); /* `kernels` gives tables that have the type */
+
+inline bool has(DType dtype) {
+  const bool compiled[] = {kCompiled<float>, kCompiled<bfloat16>, kCompiled<float16>, kCompiled<double>};
+  return compiled[int(dtype)];
+}
+
 // The address of a row, moved on from row to row without a division.
 template <class T>
 class RowCursor {

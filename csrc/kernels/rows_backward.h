@@ -130,20 +130,17 @@ void backward_pair(const RowsBackward& a, int64_t begin, int64_t end) {
     a.centered ? backward_centered<X, G, true>(a, block) : backward_centered<X, G, false>(a, block);
 }
 
+template <class X>
+void rows_backward_from(const RowsBackward& a, int64_t begin, int64_t end) {
+  if constexpr (sizeof(X) == 2) {
+    if (a.grad.dtype == DType::float32) return backward_pair<X, float>(a, begin, end);
+  }
+  backward_pair<X, X>(a, begin, end);
+}
+
 // Blocks [begin, end) of a.blocks.
 inline void rows_backward(const RowsBackward& a, int64_t begin, int64_t end) {
-  switch (a.x.dtype) {
-    case DType::float32:
-      return backward_pair<float, float>(a, begin, end);
-    case DType::bfloat16:
-      return a.grad.dtype == DType::float32 ? backward_pair<bfloat16, float>(a, begin, end)
-                                            : backward_pair<bfloat16, bfloat16>(a, begin, end);
-    case DType::float16:
-      return a.grad.dtype == DType::float32 ? backward_pair<float16, float>(a, begin, end)
-                                            : backward_pair<float16, float16>(a, begin, end);
-    case DType::float64:
-      return backward_pair<double, double>(a, begin, end);
-  }
+  NORMKIT_BY_DTYPE(a.x.dtype, rows_backward_from<X>(a, begin, end))
 }
 
 }  // namespace normkit::NORMKIT_ISA

@@ -143,8 +143,12 @@ NORMKIT_INLINE FinishRows<float> select_finish_float(const RowsForward& a) {
                                      : select_finish<float, float, float>(a.centered, bias, gated);
   }
 }
-NORMKIT_INLINE FinishRows<double> select_finish_double(const RowsForward& a) {
-  return select_finish<double, double, double>(a.centered, a.bias != nullptr, a.gate.data && !a.gate_before);
+template <class X>
+NORMKIT_INLINE FinishRows<compute_t<X>> select_finish_for(const RowsForward& a) {
+  if constexpr (sizeof(X) == 8)
+    return select_finish<double, double, double>(a.centered, a.bias != nullptr, a.gate.data && !a.gate_before);
+  else
+    return select_finish_float(a);
 }
 
 NORMKIT_INLINE int64_t size_of(DType t) { return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2; }
@@ -250,16 +254,7 @@ void rows_forward_from(const RowsForward& a, int64_t begin, int64_t end, FinishR
 
 // Rows [begin, end).
 inline void rows_forward(const RowsForward& a, int64_t begin, int64_t end) {
-  switch (a.x.dtype) {
-    case DType::float32:
-      return rows_forward_from<float>(a, begin, end, select_finish_float(a));
-    case DType::bfloat16:
-      return rows_forward_from<bfloat16>(a, begin, end, select_finish_float(a));
-    case DType::float16:
-      return rows_forward_from<float16>(a, begin, end, select_finish_float(a));
-    case DType::float64:
-      return rows_forward_from<double>(a, begin, end, select_finish_double(a));
-  }
+  NORMKIT_BY_DTYPE(a.x.dtype, rows_forward_from<X>(a, begin, end, select_finish_for<X>(a)))
 }
 
 }  // namespace normkit::NORMKIT_ISA

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -43,6 +44,18 @@ struct float16 {
 };
 
 namespace NORMKIT_ISA {
+
+// The storage types that this instruction set has kernels of. The largest sets have those which they are for; other types
+// take the next lower one, with the same bits, and the library stays small.
+template <class X>
+constexpr bool kCompiled =
+#if defined(__AVX512BF16__)
+    std::is_same_v<X, bfloat16>;
+#elif defined(__AVX512F__)
+    !std::is_same_v<X, double>;
+#else
+    true;
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kNativeBytes = 64;

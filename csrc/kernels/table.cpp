@@ -6,8 +6,10 @@
 namespace normkit {
 namespace {
 
-const KernelTable& choose() {
 #if defined(NORMKIT_HAS_X86_LEVELS)
+const KernelTable* const kTables[] = {&kBaselineKernels, &kAvx2Kernels, &kAvx512Kernels, &kAvx512Bf16Kernels};
+
+int choose() {
   __builtin_cpu_init();
   // What -mavx2 -mfma -mf16c, and the AVX-512 flags of the build, let the compiler use.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
@@ -16,22 +18,30 @@ const KernelTable& choose() {
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   int level = bf16 ? 3 : avx512 ? 2 : avx2 ? 1 : 0;
   if (const char* forced = std::getenv("NORMKIT_ISA")) {
-    const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
     for (int i = 0; i < level; ++i)
-      if (std::strcmp(forced, names[i]) == 0) level = i;
+      if (std::strcmp(forced, kTables[i]->name) == 0) level = i;
   }
-  const KernelTable* const tables[] = {&kBaselineKernels, &kAvx2Kernels, &kAvx512Kernels, &kAvx512Bf16Kernels};
-  return *tables[level];
+  return level;
+}
 #else
-  return kBaselineKernels;
+const KernelTable* const kTables[] = {&kBaselineKernels};
+
+int choose() { return 0; }
 #endif
+
+int best() {
+  static const int level = choose();
+  return level;
 }
 
 }  // namespace
 
-const KernelTable& kernels() {
-  static const KernelTable& table = choose();
-  return table;
+const KernelTable& kernels(DType dtype) {
+  int level = best();
+  while (!kTables[level]->has(dtype)) --level;  // the lowest has every type
+  return *kTables[level];
 }
+
+const char* instruction_set() { return kTables[best()]->name; }
 
 }  // namespace normkit

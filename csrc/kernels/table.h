@@ -7,6 +7,7 @@ namespace normkit {
 
 struct KernelTable {
   const char* name;
+  bool (*has)(DType);  // kernels of tensors of this type; those of parameters are there for every type
   void (*convert_parameter)(const ParameterArgs&);
   void (*sum_blocks)(const SumBlocksArgs&, int64_t begin, int64_t end);
   void (*update_running)(const RunningArgs&);
@@ -35,8 +36,11 @@ extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx512Bf16Kernels;
 #endif
 
-// The best table that this processor runs, or the one that the environment variable NORMKIT_ISA names (baseline, avx2,
-// avx512, avx512_bf16), lowered to what the processor has.
-const KernelTable& kernels();
+// The best table for a type that this processor runs, up to the one that the environment variable NORMKIT_ISA names
+// (baseline, avx2, avx512, avx512_bf16).
+const KernelTable& kernels(DType dtype);
+
+// The name of the best table.
+const char* instruction_set();
 
 }  // namespace normkit

@@ -19,7 +19,7 @@ void run_channel_layer_norm(const Input& in, const OptionalTensor& weight, const
   a.variance = rstd;
   a.eps = eps;
   if (in.tensor->numel() == 0) return;
-  const KernelTable& k = kernels();
+  const KernelTable& k = kernels(v.dtype);
   const int64_t tiles = k.channel_layer_norm_tiles(v);
   parallel(v.samples * tiles, grain(v.channels * v.space / tiles),
                [&](int64_t b, int64_t e) { k.channel_layer_norm(a, b, e); });
@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> channel_layer_norm_backward(const Tensor& gra
   const Tensor g = grad_like(in, grad);
   Tensor dx = empty_like(in);
   const Affine affine(weight, {}, v);
-  const KernelTable& k = kernels();
+  const KernelTable& k = kernels(v.dtype);
   const int64_t tiles = x.numel() ? v.samples * k.channel_layer_norm_tiles(v) : 0;
   const int64_t blocks = std::min<int64_t>(blocks_for(v.samples * v.space, v.channels), std::max<int64_t>(tiles, 1));
   const Buffer sums(blocks * 2 * v.channels * 8);

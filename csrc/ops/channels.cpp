@@ -19,7 +19,7 @@ void run_rows(ChannelsForward& a) {
   a.blocks = blocks_for(v.space, v.channels);
   const Buffer partial(v.samples * a.blocks * (2 * v.channels + 1) * 8);
   a.partial = static_cast<double*>(partial.get());
-  const KernelTable& k = kernels();
+  const KernelTable& k = kernels(v.dtype);
   if (by_sample(v)) {
     parallel(v.samples, grain(v.space * v.channels), [&](int64_t b, int64_t e) {
       for (int64_t i = b; i < e; ++i) {
@@ -41,7 +41,7 @@ void backward_rows(ChannelsBackward& a) {
   a.blocks = blocks_for(v.space, v.channels);
   const Buffer partial(v.samples * a.blocks * 2 * v.channels * 8);
   a.partial = static_cast<double*>(partial.get());
-  const KernelTable& k = kernels();
+  const KernelTable& k = kernels(v.dtype);
   const bool done = a.frozen && !a.mask;  // the first step wrote dx
   if (by_sample(v)) {
     parallel(v.samples, grain(v.space * v.channels), [&](int64_t b, int64_t e) {
@@ -79,7 +79,7 @@ void run_group_norm(const Input& in, const OptionalTensor& weight, const Optiona
   a.eps = eps;
   if (in.tensor->numel() == 0) return;
   if (!in.channels_last) {
-    const auto kernel = kernels().group_norm;
+    const auto kernel = kernels(a.shape.dtype).group_norm;
     parallel(v.samples * groups, grain(v.channels / groups * v.space),
                  [&](int64_t b, int64_t e) { kernel(a, b, e); });
     return;
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad, const
   } else if (in.channels_last) {
     backward_rows(a);
   } else {
-    const auto kernel = kernels().group_norm_backward;
+    const auto kernel = kernels(a.shape.dtype).group_norm_backward;
     parallel(v.samples * groups, grain(v.channels / groups * v.space),
                  [&](int64_t b, int64_t e) { kernel(a, b, e); });
   }
@@ -185,7 +185,7 @@ void batch_norm_train_out(const Tensor& x, OptionalTensor weight, OptionalTensor
     run_rows(a);
     return;
   }
-  const auto kernel = kernels().batch_norm;
+  const auto kernel = kernels(a.shape.dtype).batch_norm;
   parallel(v.channels, grain(v.samples * v.space), [&](int64_t b, int64_t e) {
     ChannelsForward mine = a;
     double counted_here = 0;
@@ -226,11 +226,11 @@ void batch_norm_out(const Tensor& x, const Tensor& mean, const Tensor& variance,
   a.eps = eps;
   if (x.numel() == 0) return;
   if (in.channels_last) {
-    const auto kernel = kernels().last_normalize;
+    const auto kernel = kernels(a.shape.dtype).last_normalize;
     parallel(a.shape.space, grain(v.channels), [&](int64_t b, int64_t e) { kernel(a, b, e); });
     return;
   }
-  const auto kernel = kernels().batch_norm_normalize;
+  const auto kernel = kernels(a.shape.dtype).batch_norm_normalize;
   parallel(v.samples * v.channels, grain(v.space), [&](int64_t b, int64_t e) { kernel(a, b, e); });
 }
 
@@ -274,7 +274,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& grad, const
   } else if (in.channels_last) {
     backward_rows(a);
   } else {
-    const auto kernel = kernels().batch_norm_backward;
+    const auto kernel = kernels(a.shape.dtype).batch_norm_backward;
     parallel(v.channels, grain(v.samples * v.space), [&](int64_t b, int64_t e) { kernel(a, b, e); });
   }
   return with_parameter_grads(dx, a.sums, 1, v, weight, want_weight, bias_dtype);
@@ -285,7 +285,7 @@ void update_running(Tensor running_mean, Tensor running_var, const Tensor& mean,
   const int64_t channels = running_mean.numel();
   NORMKIT_CHECK(running_var.numel() == channels && running_mean.is_contiguous() && running_var.is_contiguous(),
                 "normkit: running_mean and running_var must be contiguous and of one size");
-  kernels().update_running({running_mean.mutable_data_ptr(), dtype_of(running_mean, "running_mean"),
+  kernels(DType::float64).update_running({running_mean.mutable_data_ptr(), dtype_of(running_mean, "running_mean"),
                             running_var.mutable_data_ptr(), dtype_of(running_var, "running_var"),
                             statistics_of(mean, channels, "mean"), statistics_of(variance, channels, "variance"),
                             *statistics_of(count, 1, "count"), momentum, channels});

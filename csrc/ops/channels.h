@@ -106,7 +106,7 @@ inline Tensor parameter_grad(const double* sums, int64_t parts, int64_t channels
   Tensor t = empty({channels}, dtype);
   if (channels == 0) return t;
   const double* first = sums + (of_weight ? channels : 0);
-  kernels().sum_blocks({first, parts, channels, 2 * channels, true, t.mutable_data_ptr(), dtype}, 0, channels);
+  kernels(dtype).sum_blocks({first, parts, channels, 2 * channels, true, t.mutable_data_ptr(), dtype}, 0, channels);
   return t;
 }
 

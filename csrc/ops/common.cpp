@@ -186,7 +186,7 @@ Parameter::Parameter(const OptionalTensor& t, const char* name, int64_t n, bool 
   }
   make_buffer();
   data_ = buffer_->get();
-  kernels().convert_parameter({from, dtype, n, offset, offset_in_dtype, buffer_->get(), wide});
+  kernels(dtype).convert_parameter({from, dtype, n, offset, offset_in_dtype, buffer_->get(), wide});
 }
 
 int64_t blocks_for(int64_t rows, int64_t features, int64_t elements) {

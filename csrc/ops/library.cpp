@@ -12,7 +12,7 @@ const std::string kAffine = "Tensor? weight, Tensor? bias, ";
 const std::string kOptions = "float eps, float weight_offset, bool gain_in_input, bool round_before_gain";
 const std::string kDtype = ", ScalarType? dtype";
 
-std::string instruction_set_name() { return kernels().name; }
+std::string instruction_set_name() { return instruction_set(); }
 
 }  // namespace
 

@@ -115,7 +115,7 @@ void run_forward(const Forward& f, Tensor& y, Tensor* sum, Statistics& statistic
                     dtype_of(*f.weight, "weight") == dtype;
   if (n == 0 || rows == 0) return;
   a.stream = should_stream(rows * n * size_of(a.y.dtype));
-  const auto kernel = kernels().rows_forward;
+  const auto kernel = kernels(a.x.dtype).rows_forward;
   parallel(rows, grain(n), [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
@@ -198,7 +198,7 @@ Gradients run_backward(const Backward& b) {
   a.dbias = dbias.get();
   if (n > 0 && rows > 0) {
     a.stream = should_stream(rows * n * size_of(dtype));
-    const auto kernel = kernels().rows_backward;
+    const auto kernel = kernels(dtype).rows_backward;
     parallel(a.blocks, 1, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
   }
   const auto sum_up = [&](const Buffer& partial, const std::vector<int64_t>& sizes, DType to) {
@@ -209,7 +209,7 @@ Gradients run_backward(const Backward& b) {
       return t;
     }
     const SumBlocksArgs s{partial.get(), a.blocks, width, width, wide, t.mutable_data_ptr(), to};
-    const auto kernel = kernels().sum_blocks;
+    const auto kernel = kernels(dtype).sum_blocks;
     parallel(width, 16384, [&](int64_t begin, int64_t end) { kernel(s, begin, end); });
     return t;
   };
