@@ -103,6 +103,23 @@ NORMKIT_INLINE void each_row_of_channels(const Args& a, int64_t from, int64_t to
   }
 }
 
+// A row in which some channel's products cannot be formed beforehand; the others keep their bits.
+template <class X>
+__attribute__((noinline)) void row_in_steps(const X* x, X* y, const ChannelCoefficients<compute_t<X>>& k,
+                                            const compute_t<X>* gain, const compute_t<X>* bias,
+                                            const compute_t<X>* scale, const compute_t<X>* shift,
+                                            const compute_t<X>* safe, bool masked) {
+  using A = compute_t<X>;
+  if (masked) return void(memset(static_cast<void*>(y), 0, k.channels * sizeof(X)));
+  for_each<A>(k.channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+    const Vec<A> centred = load(x + c, tag) - load(k.high + c, tag);
+    const Vec<A> usual = centred * load(scale + c, tag) + load(shift + c, tag);
+    const Vec<A> hat = (centred - load(k.low + c, tag)) * load(k.rstd + c, tag);
+    const Vec<A> steps = hat * load(gain + c, tag) + load(bias + c, tag);
+    store(y + c, where_less(Vec<A>(), load(safe + c, tag), usual, steps), tag);
+  });
+}
+
 // Unit: one row of channels. What a row of channels reads beside x is most of the work.
 template <class X>
 void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
@@ -111,42 +128,36 @@ void last_normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   const A* gain = static_cast<const A*>(a.gain);
   const A* bias = static_cast<const A*>(a.bias);
   ChannelCoefficients<A> k(channels);
-  ScratchRow<A> products(2 * channels);
-  A *scale = products.get(), *shift = scale + channels;
+  ScratchRow<A> products(3 * channels);
+  A *scale = products.get(), *shift = scale + channels, *safe = shift + channels;  // safe: 1 or 0
   for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
     k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
-    bool safe = true;
+    bool all_safe = true;
     for (int64_t c = 0; c < channels; ++c) {
       const Scaled<A> s = scaled(k.of(c), gain[c], bias[c]);
       scale[c] = s.scale;
       shift[c] = s.shift;
-      safe &= s.safe;
+      safe[c] = s.safe;
+      all_safe &= s.safe;
     }
-    const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
-      each_row_of_channels(a, from, to, static_cast<X*>(a.y), [&](int64_t row, auto together) NORMKIT_LAMBDA {
-        const X* x = static_cast<const X*>(a.x) + row * channels;
-        X* y = static_cast<X*>(a.y) + row * channels;
-        for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-          fetch_ahead(together, x, channels, c);
-          const auto normalized = at(c, tag);
-          NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i)
-            store(y + i * channels + c, normalized(load(x + i * channels + c, tag)), tag);
-        });
-      });
-    };
-    if (safe) [[likely]] {
-      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), by = load(scale + c, tag), add = load(shift + c, tag)](const Vec<A>& x)
-                   NORMKIT_LAMBDA { return (x - high) * by + add; };
-      });
-    } else {
-      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag),
-                by = load(gain + c, tag), add = load(bias + c, tag)](const Vec<A>& x) NORMKIT_LAMBDA {
-          return ((x - high) - low) * rstd * by + add;
-        };
-      });
+    if (!all_safe) [[unlikely]] {
+      for (int64_t row = from; row < to; ++row) {
+        const int64_t at = row * channels;
+        row_in_steps(static_cast<const X*>(a.x) + at, static_cast<X*>(a.y) + at, k, gain, bias, scale, shift, safe,
+                     a.mask && !a.mask[row]);
+      }
+      return;
     }
+    each_row_of_channels(a, from, to, static_cast<X*>(a.y), [&](int64_t row, auto together) NORMKIT_LAMBDA {
+      const X* x = static_cast<const X*>(a.x) + row * channels;
+      X* y = static_cast<X*>(a.y) + row * channels;
+      for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        fetch_ahead(together, x, channels, c);
+        const Vec<A> high = load(k.high + c, tag), by = load(scale + c, tag), add = load(shift + c, tag);
+        NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i)
+          store(y + i * channels + c, (load(x + i * channels + c, tag) - high) * by + add, tag);
+      });
+    });
   });
 }
 
@@ -183,15 +194,26 @@ NORMKIT_INLINE void piece_grad_sums(const X* g, const X* x, X* dx, const compute
   }
 }
 
-// dx of one piece of rows with given statistics, where gain * rstd cannot be formed beforehand.
+// A row of dx in which some channel's products cannot be formed beforehand; the others keep their bits. `products`: rows of
+// scale, slope, shift and safe. Without x, by given statistics.
 template <class X>
-__attribute__((noinline)) void piece_dx_in_steps(const X* g, X* dx, const compute_t<X>* gain, const compute_t<X>* rstd,
-                                                 const int64_t* rows, int64_t n, int64_t channels) {
+__attribute__((noinline)) void row_dx_in_steps(const X* g, const X* x, X* dx,
+                                               const ChannelCoefficients<compute_t<X>>& k, const compute_t<X>* gain,
+                                               const compute_t<X>* products, const compute_t<X>* s1,
+                                               const compute_t<X>* s2, bool masked) {
   using A = compute_t<X>;
-  for (int64_t r = 0; r < n; ++r)
-    for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-      store(dx + rows[r] + c, load(g + rows[r] + c, tag) * load(gain + c, tag) * load(rstd + c, tag), tag);
-    });
+  const int64_t channels = k.channels;
+  if (masked) return void(memset(static_cast<void*>(dx), 0, channels * sizeof(X)));
+  for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+    const Vec<A> grad = load(g + c, tag), rstd = load(k.rstd + c, tag);
+    Vec<A> usual = grad * load(products + c, tag), steps = grad * load(gain + c, tag);
+    if (x) {
+      const Vec<A> centred = load(x + c, tag) - load(k.high + c, tag);
+      usual = (usual - centred * load(products + channels + c, tag)) - load(products + 2 * channels + c, tag);
+      steps = steps - load(s1 + c, tag) - (centred - load(k.low + c, tag)) * rstd * load(s2 + c, tag);
+    }
+    store(dx + c, where_less(Vec<A>(), load(products + 3 * channels + c, tag), usual, steps * rstd), tag);
+  });
 }
 
 // Unit (sample, block): sums of grad and grad * x̂ per channel, in short float sums added up in double.
@@ -202,8 +224,8 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
   const A* gain = static_cast<const A*>(a.gain);
   ChannelCoefficients<A> k(channels);
   ColumnSums<A> piece(channels);
-  ScratchRow<A> scales(channels);
-  A* scale = scales.get();
+  ScratchRow<A> products(4 * channels);
+  A *scale = products.get(), *safe = scale + 3 * channels;
   int64_t rows[kRowsPerPiece];
   int64_t filled = -1;
   bool in_steps = false;
@@ -214,7 +236,8 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
       in_steps = false;
       for (int64_t c = 0; c < channels; ++c) {
         scale[c] = k.rstd[c] * gain[c];
-        in_steps |= !is_safe(scale[c], gain[c]);
+        safe[c] = is_safe(scale[c], gain[c]);
+        in_steps |= safe[c] == 0;
       }
     }
     filled = sample;
@@ -228,7 +251,9 @@ void last_grad_sums_from(const ChannelsBackward& a, int64_t begin, int64_t end) 
     for (int64_t next = space * block / a.blocks; next < last;) {
       const int64_t n = next_rows(mask, channels, last, next, rows);
       piece_grad_sums(g, x, dx, scale, rows, n, k, piece, sums);
-      if (dx && in_steps) [[unlikely]] piece_dx_in_steps(g, dx, gain, k.rstd, rows, n, channels);
+      if (!dx || !in_steps) [[likely]] continue;
+      for (int64_t r = 0; r < n; ++r)
+        row_dx_in_steps<X>(g + rows[r], nullptr, dx + rows[r], k, gain, scale, nullptr, nullptr, false);
     }
   }
 }
@@ -252,17 +277,17 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
   const int64_t channels = a.shape.channels, per_group = channels / a.groups;
   const A* gain = static_cast<const A*>(a.gain);
   ChannelCoefficients<A> k(channels);
-  ScratchRow<A> means(2 * channels), products(3 * channels);
+  ScratchRow<A> means(2 * channels), products(4 * channels);
   A *s1 = means.get(), *s2 = s1 + channels;
-  A *scale = products.get(), *slope = scale + channels, *shift = slope + channels;
+  A *scale = products.get(), *slope = scale + channels, *shift = slope + channels, *safe = shift + channels;
   for_each_sample(a.shape, begin, end, [&](int64_t sample, int64_t from, int64_t to) {
     k.fill(a.mean + sample * a.groups, a.variance + sample * a.groups, a.groups, a.eps);
     const double* sums = a.sums + sample * 2 * channels;
-    const double share = a.frozen || a.count == 0 ? 0 : 1 / a.count;
-    bool safe = true;
+    const double share = a.count == 0 ? 0 : 1 / a.count;
+    bool all_safe = true;
     for (int64_t group = 0; group < a.groups; ++group) {
       double total = 0, total_hat = 0;
-      for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
+      for (int64_t c = group * per_group; !a.frozen && c < (group + 1) * per_group; ++c) {
         total += gain[c] * sums[c];
         total_hat += gain[c] * sums[channels + c];
       }
@@ -273,42 +298,36 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
         scale[c] = s.scale;
         slope[c] = s.slope;
         shift[c] = s.shift;
-        safe &= s.safe;
+        safe[c] = s.safe;
+        all_safe &= s.safe;
       }
     }
-    const auto each_row = [&](const auto& at) NORMKIT_LAMBDA {
-      each_row_of_channels(a, from, to, static_cast<X*>(a.dx), [&](int64_t row, auto together) NORMKIT_LAMBDA {
-        const X* g = static_cast<const X*>(a.grad) + row * channels;
-        const X* x = static_cast<const X*>(a.x) + row * channels;
-        X* dx = static_cast<X*>(a.dx) + row * channels;
-        for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
-          fetch_ahead(together, g, channels, c);
-          fetch_ahead(together, x, channels, c);
-          fetch_ahead(together, dx, channels, c);
-          const auto gradient = at(c, tag);
-          NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
-            const int64_t j = i * channels + c;
-            store(dx + j, gradient(load(g + j, tag), load(x + j, tag)), tag);
-          }
-        });
-      });
-    };
-    if (safe) [[likely]] {
-      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), by = load(scale + c, tag), of_x = load(slope + c, tag),
-                less = load(shift + c, tag)](const Vec<A>& grad, const Vec<A>& x) NORMKIT_LAMBDA {
-          return (grad * by - (x - high) * of_x) - less;
-        };
-      });
-    } else {
-      each_row([&](int64_t c, auto tag) NORMKIT_LAMBDA {
-        return [high = load(k.high + c, tag), low = load(k.low + c, tag), rstd = load(k.rstd + c, tag),
-                by = load(gain + c, tag), first = load(s1 + c, tag), second = load(s2 + c, tag)](
-                   const Vec<A>& grad, const Vec<A>& x) NORMKIT_LAMBDA {
-          return (grad * by - first - ((x - high) - low) * rstd * second) * rstd;
-        };
-      });
+    // Given statistics come here with a mask only (`last_grad_sums` writes dx without one), and dx takes no part of x.
+    if (a.frozen || !all_safe) [[unlikely]] {
+      for (int64_t row = from; row < to; ++row) {
+        const int64_t at = row * channels;
+        const X* x = a.frozen ? nullptr : static_cast<const X*>(a.x) + at;
+        row_dx_in_steps<X>(static_cast<const X*>(a.grad) + at, x, static_cast<X*>(a.dx) + at, k, gain, products.get(), s1,
+                        s2, a.mask && !a.mask[row]);
+      }
+      return;
     }
+    each_row_of_channels(a, from, to, static_cast<X*>(a.dx), [&](int64_t row, auto together) NORMKIT_LAMBDA {
+      const X* g = static_cast<const X*>(a.grad) + row * channels;
+      const X* x = static_cast<const X*>(a.x) + row * channels;
+      X* dx = static_cast<X*>(a.dx) + row * channels;
+      for_each<A>(channels, [&](int64_t c, auto tag) NORMKIT_LAMBDA {
+        fetch_ahead(together, g, channels, c);
+        fetch_ahead(together, x, channels, c);
+        fetch_ahead(together, dx, channels, c);
+        const Vec<A> high = load(k.high + c, tag), by = load(scale + c, tag);
+        const Vec<A> of_x = load(slope + c, tag), less = load(shift + c, tag);
+        NORMKIT_UNROLL for (int i = 0; i < together.kCount; ++i) {
+          const int64_t at = i * channels + c;
+          store(dx + at, (load(g + at, tag) * by - (load(x + at, tag) - high) * of_x) - less, tag);
+        }
+      });
+    });
   });
 }
 

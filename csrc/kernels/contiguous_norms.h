@@ -262,19 +262,27 @@ void group_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
 }
 
 // With given statistics dx needs no sum: one pass over memory does everything.
-template <class X>
-NORMKIT_INLINE void frozen_segment(const X* g, const X* x, X* dx, int64_t n, const Statistic<compute_t<X>>& stat,
-                                   compute_t<X> gain, GradSums<compute_t<X>>& total) {
+template <class X, bool Masked>
+NORMKIT_INLINE void frozen_segment(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
+                                   const Statistic<compute_t<X>>& stat, compute_t<X> gain,
+                                   GradSums<compute_t<X>>& total) {
   using A = compute_t<X>;
   const Vec<A> w(gain), rstd(stat.rstd);
   for (int64_t start = 0; start < n; start += kChunk) {
     const auto both =
         accumulate<A, Pair<A>>(smaller(kChunk, n - start), [&](auto& acc, int64_t k, auto tag) NORMKIT_LAMBDA {
           const int64_t j = start + k;
-          const Vec<A> grad = load(g + j, tag);
+          Vec<A> grad = load(g + j, tag);
+          Vec<A> centred = keep(centre(load(x + j, tag), stat.high, stat.low), tag), d = grad * w * rstd;
+          if constexpr (Masked) {
+            const Vec<A> valid = load_mask<A>(mask + j, tag);
+            grad = where_valid(valid, grad);
+            centred = where_valid(valid, centred);
+            d = where_valid(valid, d);
+          }
           acc.first += grad;
-          acc.second += grad * keep(centre(load(x + j, tag), stat.high, stat.low), tag);
-          store(dx + j, grad * w * rstd, tag);
+          acc.second += grad * centred;
+          store(dx + j, d, tag);
         });
     total.grad += reduce(both.first);
     total.grad_hat += reduce(both.second) * double(stat.rstd);
@@ -325,23 +333,23 @@ void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
   const X* x = static_cast<const X*>(a.x);
   X* dx = static_cast<X*>(a.dx);
   const A* gain = static_cast<const A*>(a.gain);
-  const bool one_pass = !Masked && a.frozen;
   for (int64_t first = begin; first < end; first += at_once) {
     const int64_t count = smaller(at_once, end - first);
     Statistic<A> stat[kChannelsAtOnce];
     GradSums<A> sums[kChannelsAtOnce];
     for (int64_t k = 0; k < count; ++k) stat[k] = statistic_of<A>(a.mean[first + k], a.variance[first + k], a.eps);
-    if (!one_pass) grad_sums_of_channels<X, Masked>(a, first, count, stat, sums);
+    if (!a.frozen) grad_sums_of_channels<X, Masked>(a, first, count, stat, sums);
     for (int64_t s = 0; s < a.shape.samples; ++s)
       for (int64_t k = 0; k < count; ++k) {
         const int64_t c = first + k, at = s * stride + c * space;
-        if (one_pass) {
-          frozen_segment(g + at, x + at, dx + at, space, stat[k], gain[c], sums[k]);
+        const uint8_t* mask = Masked ? a.mask + s * space : nullptr;
+        if (a.frozen) {
+          frozen_segment<X, Masked>(g + at, x + at, dx + at, mask, space, stat[k], gain[c], sums[k]);
           continue;
         }
-        const double scale = a.frozen || a.count == 0 ? 0 : gain[c] / a.count;
-        segment_dx<X, Masked>(g + at, x + at, dx + at, Masked ? a.mask + s * space : nullptr, space, stat[k], gain[c],
-                              sums[k].grad * scale, sums[k].grad_hat * scale);
+        const double scale = a.count == 0 ? 0 : gain[c] / a.count;
+        segment_dx<X, Masked>(g + at, x + at, dx + at, mask, space, stat[k], gain[c], sums[k].grad * scale,
+                              sums[k].grad_hat * scale);
       }
     for (int64_t k = 0; k < count; ++k) {
       a.sums[first + k] = sums[k].grad;

@@ -11,6 +11,16 @@
 
 namespace normkit::NORMKIT_ISA {
 
+constexpr int64_t kRowsPerSum = 512;  // float sums of more rows would lose digits
+
+template <class A>
+__attribute__((noinline)) void move_sums(A* from, A* to, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    to[j] += from[j];
+    from[j] = 0;
+  }
+}
+
 enum class Columns { none, gain, both };
 enum class GateAt { nowhere, before, after };
 
@@ -24,6 +34,15 @@ void backward_block(const RowsBackward& a, int64_t block) {
   A* dbias = columns == Columns::both ? static_cast<A*>(a.dbias) + block * width : nullptr;
   if (dgain) memset(dgain, 0, width * sizeof(A));
   if (dbias) memset(dbias, 0, width * sizeof(A));
+  // Sums of many rows of few features are made of shorter ones.
+  A *const all_dgain = dgain, *const all_dbias = dbias;
+  const bool cut = dgain && end - begin > kRowsPerSum;
+  ScratchRow<A> pieces(cut ? 2 * width : 0);
+  if (cut) {
+    dgain = pieces.get();
+    if (dbias) dbias = dgain + width;
+    memset(pieces.get(), 0, 2 * width * sizeof(A));
+  }
 
   // The gradient is read again in the second pass, unless it had to be converted or multiplied by a gate.
   constexpr bool kGradDirect = sizeof(G) == sizeof(A) && gate_at != GateAt::after;
@@ -108,6 +127,10 @@ void backward_block(const RowsBackward& a, int64_t block) {
     dgate.next();
     grad.next();
     if (++phase == a.period) phase = 0;
+    if (cut && ((i + 1 - begin) % kRowsPerSum == 0 || i + 1 == end)) {
+      move_sums(dgain, all_dgain, width);
+      if (dbias) move_sums(dbias, all_dbias, width);
+    }
   }
   if (a.stream) stream_fence();
 }

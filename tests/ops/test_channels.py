@@ -157,6 +157,45 @@ def test_a_channel_without_finite_statistics_changes_no_bit_of_another(last: boo
     assert torch.equal(y[:, others], clean[:, others]) and not y[:, 5].isfinite().any()
 
 
+EXTREMES: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "gain 1e-37": lambda x, w, g: w[5].fill_(1e-37),
+    "gain inf": lambda x, w, g: w[5].fill_(float("inf")),
+    "x 1e18": lambda x, w, g: x[:, 5].mul_(1e18),
+    "gradient 1e-34": lambda x, w, g: g[:, 5].mul_(1e-34),
+    "gradient inf": lambda x, w, g: g[3, 5].fill_(float("inf")),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", ["batch_train", "batch", "instance"])
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_an_extreme_channel_changes_no_bit_of_another(extreme: str, name: str, last: bool) -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        y = OPERATORS[name][0](leaf, w, None)
+        others = [c for c in range(33) if c != 5]
+        return y.detach()[:, others], torch.autograd.grad(y, leaf, g)[0][:, others]
+
+    x, w, g = in_layout(randn(40, 33, 7), last), randn(33, seed=1), in_layout(randn(40, 33, 7, seed=2), last)
+    usual = run()
+    EXTREMES[extreme](x, w, g)
+    for now, before in zip(run(), usual, strict=True):
+        assert torch.equal(now, before)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_by_given_statistics_a_masked_gradient_is_infinite_only_where_it_is(last: bool) -> None:
+    x, g = in_layout(randn(6, 3, 4), last), in_layout(randn(6, 3, 4, seed=1), last)
+    mask = torch.ones(6, 4, dtype=torch.bool)
+    mask[0, :2] = False
+    x[2, 1, 0], g[3, 1, 2], g[0, 1, 1] = float("inf"), float("nan"), float("inf")  # the last is masked
+    x.requires_grad_()
+    y = ops.batch_norm(x, MEAN(3), VAR(3), None, None, mask)
+    dx = torch.autograd.grad(y, x, g)[0]
+    expected = torch.where(mask[:, None], g / (VAR(3) + 1e-5).sqrt()[:, None], 0.0)
+    torch.testing.assert_close(dx, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_nan_of_any_payload_stays_one_in_half_precision(last: bool) -> None:
     """Rounding to bfloat16 by an addition takes the NaN whose bits are all ones to zero."""

@@ -298,6 +298,15 @@ def test_bfloat16_weight_gradient_of_many_rows() -> None:
         assert (d - e).abs().max() <= 0.005 * e.abs().max()
 
 
+@pytest.mark.parametrize(("rows", "features"), [(20_000, 3), (60_000, 3), (100_000, 4), (300_000, 1)])
+def test_sums_of_many_equal_gradients_of_few_features(rows: int, features: int) -> None:
+    """Equal terms round alike: their errors do not average out, so the sums must be short."""
+    x, w, b = randn(rows, features), randn(features, seed=1).requires_grad_(), randn(features, seed=2).requires_grad_()
+    db = torch.autograd.grad(ops.layer_norm(x, w, b), b, torch.full((rows, features), 0.7))[0].double()
+    exact = rows * float(torch.tensor(0.7))
+    assert (db - exact).abs().max() <= 4 * rows**0.5 * 2.0**-24 * exact
+
+
 def test_wide_stream() -> None:
     """A float32 residual stream under a bfloat16 layer."""
     x, r = randn(7, 130, dtype=torch.bfloat16), randn(7, 130, seed=1)
