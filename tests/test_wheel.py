@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,16 @@ def second_python() -> str:
         run(*pip, OTHER_TORCH, "numpy", "typer", "rich", "safetensors", timeout=3000)
         (folder / ".installed").touch()
     return python
+
+
+def test_what_goes_into_the_wheel_is_small() -> None:
+    """As `test_the_wheel_serves_every_python_and_holds_what_it_should` finds, without building one."""
+    from normkit import ops
+
+    if not ops.LOADED:
+        pytest.skip("no native library here")
+    files = [f for f in (ROOT / "src" / "normkit").rglob("*") if f.is_file() and f.suffix != ".pyc"]
+    assert sum(len(zlib.compress(f.read_bytes())) for f in files) < 1.93 * 2**20  # and names, hashes, metadata
 
 
 @pytest.mark.slow
