@@ -1,6 +1,6 @@
 # The instruction sets that kernels are compiled for, and their flags: the same source once for each.
-# -O2 keeps the older ones small. No contraction to fused multiply-add: results then agree bit for bit between instruction sets, and with the operation
-# order of the reference.
+# -O2 keeps the older ones small. No contraction to fused multiply-add: results then agree bit for bit between instruction
+# sets, and with the operation order of the reference.
 set(NORMKIT_KERNEL_FLAGS -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi
                          -Wno-uninitialized -Wno-maybe-uninitialized)
 set(NORMKIT_LEVELS baseline)

@@ -287,14 +287,15 @@ void last_dx_from(const ChannelsBackward& a, int64_t begin, int64_t end) {
     bool all_safe = true;
     for (int64_t group = 0; group < a.groups; ++group) {
       double total = 0, total_hat = 0;
-      for (int64_t c = group * per_group; !a.frozen && c < (group + 1) * per_group; ++c) {
-        total += gain[c] * sums[c];
-        total_hat += gain[c] * sums[channels + c];
-      }
+      if (!a.frozen)
+        for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
+          total += gain[c] * sums[c];
+          total_hat += gain[c] * sums[channels + c];
+        }
       for (int64_t c = group * per_group; c < (group + 1) * per_group; ++c) {
-        s1[c] = A(total * share);
-        s2[c] = A(total_hat * share);
         const ScaledGrad<A> s = scaled_grad(k.of(c), gain[c], total * share, total_hat * share);
+        s1[c] = s.s1;
+        s2[c] = s.s2;
         scale[c] = s.scale;
         slope[c] = s.slope;
         shift[c] = s.shift;

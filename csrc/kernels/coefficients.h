@@ -23,26 +23,28 @@ NORMKIT_INLINE bool is_safe(A product, A factor) {
 // between values of x near the mean.
 template <class A>
 struct Scaled {
-  A scale, shift;
+  Statistic<A> stat;
+  A gain, bias, scale, shift;
   bool safe;
 };
 template <class A>
 NORMKIT_INLINE Scaled<A> scaled(const Statistic<A>& stat, A gain, A bias) {
   const A scale = stat.rstd * gain;
-  return {scale, bias - stat.low * scale, is_safe(scale, gain)};
+  return {stat, gain, bias, scale, bias - stat.low * scale, is_safe(scale, gain)};
 }
 
 // dx = rstd * (gain * grad - s1 - x̂ * s2) = (grad * scale - (x - high) * slope) - shift.
 template <class A>
 struct ScaledGrad {
-  A scale, slope, shift;
+  Statistic<A> stat;
+  A gain, s1, s2, scale, slope, shift;
   bool safe;
 };
 template <class A>
 NORMKIT_INLINE ScaledGrad<A> scaled_grad(const Statistic<A>& stat, A gain, double s1, double s2) {
   const A scale = stat.rstd * gain;
   const double rstd = stat.rstd, slope = rstd * rstd * s2, shift = rstd * s1 - stat.low * slope;
-  return {scale, A(slope), A(shift),
+  return {stat, gain, A(s1), A(s2), scale, A(slope), A(shift),
           is_safe(scale, gain) && is_safe(A(slope), A(s2)) && !(shift >= kLarge<A> || shift <= -kLarge<A>)};
 }
 

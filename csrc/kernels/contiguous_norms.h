@@ -27,11 +27,11 @@ NORMKIT_INLINE void fill_segment(X* out, int64_t n, const F& f) {
 
 template <class X, bool Masked>
 __attribute__((noinline)) void normalize_in_steps(const X* x, X* y, const uint8_t* mask, int64_t n,
-                                                  const Statistic<compute_t<X>>& stat, compute_t<X> gain,
-                                                  compute_t<X> bias) {
+                                                  const Scaled<compute_t<X>>& k) {
   using A = compute_t<X>;
   fill_segment(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
-    Vec<A> v = centre(load(x + j, tag), stat.high, stat.low) * Vec<A>(stat.rstd) * Vec<A>(gain) + Vec<A>(bias);
+    const Vec<A> hat = centre(load(x + j, tag), k.stat.high, k.stat.low) * Vec<A>(k.stat.rstd);
+    Vec<A> v = hat * Vec<A>(k.gain) + Vec<A>(k.bias);
     if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
     return v;
   });
@@ -39,11 +39,10 @@ __attribute__((noinline)) void normalize_in_steps(const X* x, X* y, const uint8_
 
 template <class X, bool Masked>
 NORMKIT_INLINE void normalize_segment(const X* x, X* y, const uint8_t* mask, int64_t n,
-                                      const Statistic<compute_t<X>>& stat, compute_t<X> gain, compute_t<X> bias) {
+                                      const Scaled<compute_t<X>>& k) {
   using A = compute_t<X>;
-  const Scaled<A> k = scaled(stat, gain, bias);
-  if (!k.safe) [[unlikely]] return normalize_in_steps<X, Masked>(x, y, mask, n, stat, gain, bias);
-  const Vec<A> high(stat.high), scale(k.scale), shift(k.shift);
+  if (!k.safe) [[unlikely]] return normalize_in_steps<X, Masked>(x, y, mask, n, k);
+  const Vec<A> high(k.stat.high), scale(k.scale), shift(k.shift);
   fill_segment(y, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     Vec<A> v = (load(x + j, tag) - high) * scale + shift;
     if constexpr (Masked) v = where_valid(load_mask<A>(mask + j, tag), v);
@@ -70,8 +69,8 @@ void group_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
     const Statistic<A> stat = statistic_of<A>(m.mean, variance, a.eps);
     const int64_t first = unit % a.groups * per_group;
     for (int64_t c = 0; c < per_group; ++c)
-      normalize_segment<X, false>(x + c * space, y + c * space, nullptr, space, stat, gain[first + c],
-                                  bias[first + c]);
+      normalize_segment<X, false>(x + c * space, y + c * space, nullptr, space,
+                                  scaled(stat, gain[first + c], bias[first + c]));
   }
 }
 
@@ -120,22 +119,22 @@ void batch_norm_from(const ChannelsForward& a, int64_t begin, int64_t end) {
   for (int64_t first = begin; first < end; first += at_once) {
     const int64_t count = smaller(at_once, end - first);
     Moments m[kChannelsAtOnce];
-    Statistic<A> stat[kChannelsAtOnce];
+    Scaled<A> k[kChannelsAtOnce];
     moments_of_channels<X, Masked>(a, first, count, m);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t c = first + i;
       const double variance = m[i].count > 0 ? m[i].squares / m[i].count : 0;
       a.mean[c] = m[i].mean;
       a.variance[c] = variance;
-      stat[i] = statistic_of<A>(m[i].mean, variance, a.eps);
+      k[i] = scaled(statistic_of<A>(m[i].mean, variance, a.eps), static_cast<const A*>(a.gain)[c],
+                    static_cast<const A*>(a.bias)[c]);
     }
     if (a.count) *a.count = m[0].count;  // every channel has the same
     for (int64_t s = 0; s < a.shape.samples; ++s)
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t c = first + i, at = s * stride + c * space;
+        const int64_t at = s * stride + (first + i) * space;
         normalize_segment<X, Masked>(static_cast<const X*>(a.x) + at, static_cast<X*>(a.y) + at,
-                                     Masked ? a.mask + s * space : nullptr, space, stat[i],
-                                     static_cast<const A*>(a.gain)[c], static_cast<const A*>(a.bias)[c]);
+                                     Masked ? a.mask + s * space : nullptr, space, k[i]);
       }
   }
 }
@@ -156,10 +155,10 @@ void normalize_from(const ChannelsForward& a, int64_t begin, int64_t end) {
     for (int64_t c = larger(0, begin - i * channels); c < smaller(channels, end - i * channels); ++c) {
       const int64_t unit = i * channels + c;
       const A high = A(a.mean[c]);
+      const Statistic<A> stat{high, A(a.mean[c] - high), roots.get()[c]};
       normalize_segment<X, Masked>(static_cast<const X*>(a.x) + unit * space, static_cast<X*>(a.y) + unit * space,
                                    Masked ? a.mask + i * space : nullptr, space,
-                                   {high, A(a.mean[c] - high), roots.get()[c]}, static_cast<const A*>(a.gain)[c],
-                                   static_cast<const A*>(a.bias)[c]);
+                                   scaled(stat, static_cast<const A*>(a.gain)[c], static_cast<const A*>(a.bias)[c]));
     }
 }
 
@@ -209,13 +208,12 @@ NORMKIT_INLINE void add_grad_piece(const X* g, const X* x, int64_t n, const Stat
 
 template <class X, bool Masked>
 __attribute__((noinline)) void dx_in_steps(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
-                                           const Statistic<compute_t<X>>& stat, compute_t<X> gain, compute_t<X> s1,
-                                           compute_t<X> s2) {
+                                           const ScaledGrad<compute_t<X>>& k) {
   using A = compute_t<X>;
-  const Vec<A> rstd(stat.rstd);
+  const Vec<A> rstd(k.stat.rstd);
   fill_segment(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
-    const Vec<A> hat = centre(load(x + j, tag), stat.high, stat.low) * rstd;
-    Vec<A> d = (load(g + j, tag) * Vec<A>(gain) - Vec<A>(s1) - hat * Vec<A>(s2)) * rstd;
+    const Vec<A> hat = centre(load(x + j, tag), k.stat.high, k.stat.low) * rstd;
+    Vec<A> d = (load(g + j, tag) * Vec<A>(k.gain) - Vec<A>(k.s1) - hat * Vec<A>(k.s2)) * rstd;
     if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
     return d;
   });
@@ -223,11 +221,10 @@ __attribute__((noinline)) void dx_in_steps(const X* g, const X* x, X* dx, const 
 
 template <class X, bool Masked>
 NORMKIT_INLINE void segment_dx(const X* g, const X* x, X* dx, const uint8_t* mask, int64_t n,
-                               const Statistic<compute_t<X>>& stat, compute_t<X> gain, double s1, double s2) {
+                               const ScaledGrad<compute_t<X>>& k) {
   using A = compute_t<X>;
-  const ScaledGrad<A> k = scaled_grad(stat, gain, s1, s2);
-  if (!k.safe) [[unlikely]] return dx_in_steps<X, Masked>(g, x, dx, mask, n, stat, gain, A(s1), A(s2));
-  const Vec<A> high(stat.high), scale(k.scale), slope(k.slope), shift(k.shift);
+  if (!k.safe) [[unlikely]] return dx_in_steps<X, Masked>(g, x, dx, mask, n, k);
+  const Vec<A> high(k.stat.high), scale(k.scale), slope(k.slope), shift(k.shift);
   fill_segment(dx, n, [&](int64_t j, auto tag) NORMKIT_LAMBDA {
     Vec<A> d = (load(g + j, tag) * scale - (load(x + j, tag) - high) * slope) - shift;
     if constexpr (Masked) d = where_valid(load_mask<A>(mask + j, tag), d);
@@ -256,8 +253,8 @@ void group_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
       s2 += gain[first + c] * s.grad_hat;
     }
     for (int64_t c = 0; c < per_group; ++c)
-      segment_dx<X, false>(g + c * space, x + c * space, dx + c * space, nullptr, space, stat, gain[first + c],
-                           s1 / n, s2 / n);
+      segment_dx<X, false>(g + c * space, x + c * space, dx + c * space, nullptr, space,
+                           scaled_grad(stat, gain[first + c], s1 / n, s2 / n));
   }
 }
 
@@ -338,18 +335,22 @@ void batch_norm_backward_from(const ChannelsBackward& a, int64_t begin, int64_t 
     Statistic<A> stat[kChannelsAtOnce];
     GradSums<A> sums[kChannelsAtOnce];
     for (int64_t k = 0; k < count; ++k) stat[k] = statistic_of<A>(a.mean[first + k], a.variance[first + k], a.eps);
-    if (!a.frozen) grad_sums_of_channels<X, Masked>(a, first, count, stat, sums);
+    ScaledGrad<A> scaled[kChannelsAtOnce];
+    if (!a.frozen) {
+      grad_sums_of_channels<X, Masked>(a, first, count, stat, sums);
+      for (int64_t k = 0; k < count; ++k) {
+        const double scale = a.count == 0 ? 0 : gain[first + k] / a.count;
+        scaled[k] = scaled_grad(stat[k], gain[first + k], sums[k].grad * scale, sums[k].grad_hat * scale);
+      }
+    }
     for (int64_t s = 0; s < a.shape.samples; ++s)
       for (int64_t k = 0; k < count; ++k) {
-        const int64_t c = first + k, at = s * stride + c * space;
+        const int64_t at = s * stride + (first + k) * space;
         const uint8_t* mask = Masked ? a.mask + s * space : nullptr;
-        if (a.frozen) {
-          frozen_segment<X, Masked>(g + at, x + at, dx + at, mask, space, stat[k], gain[c], sums[k]);
-          continue;
-        }
-        const double scale = a.count == 0 ? 0 : gain[c] / a.count;
-        segment_dx<X, Masked>(g + at, x + at, dx + at, mask, space, stat[k], gain[c], sums[k].grad * scale,
-                              sums[k].grad_hat * scale);
+        if (a.frozen)
+          frozen_segment<X, Masked>(g + at, x + at, dx + at, mask, space, stat[k], gain[first + k], sums[k]);
+        else
+          segment_dx<X, Masked>(g + at, x + at, dx + at, mask, space, scaled[k]);
       }
     for (int64_t k = 0; k < count; ++k) {
       a.sums[first + k] = sums[k].grad;

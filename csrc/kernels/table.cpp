@@ -11,7 +11,7 @@ const KernelTable* const kTables[] = {&kBaselineKernels, &kAvx2Kernels, &kAvx512
 
 int choose() {
   __builtin_cpu_init();
-  // What -mavx2 -mfma -mf16c, and the AVX-512 flags of the build, let the compiler use.
+  // What -mavx2 -mf16c, and the AVX-512 flags of the build, let the compiler use.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

@@ -285,10 +285,11 @@ void update_running(Tensor running_mean, Tensor running_var, const Tensor& mean,
   const int64_t channels = running_mean.numel();
   NORMKIT_CHECK(running_var.numel() == channels && running_mean.is_contiguous() && running_var.is_contiguous(),
                 "normkit: running_mean and running_var must be contiguous and of one size");
-  kernels(DType::float64).update_running({running_mean.mutable_data_ptr(), dtype_of(running_mean, "running_mean"),
-                            running_var.mutable_data_ptr(), dtype_of(running_var, "running_var"),
-                            statistics_of(mean, channels, "mean"), statistics_of(variance, channels, "variance"),
-                            *statistics_of(count, 1, "count"), momentum, channels});
+  const RunningArgs a{running_mean.mutable_data_ptr(), dtype_of(running_mean, "running_mean"),
+                      running_var.mutable_data_ptr(), dtype_of(running_var, "running_var"),
+                      statistics_of(mean, channels, "mean"), statistics_of(variance, channels, "variance"),
+                      *statistics_of(count, 1, "count"), momentum, channels};
+  kernels(DType::float64).update_running(a);  // the batch's statistics are
 }
 
 }  // namespace
