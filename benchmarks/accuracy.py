@@ -150,8 +150,8 @@ TEXT = """\
 
 normkit's functions and modules give torch's results where torch is right (all of torch's own test data for
 norms is run against them, in four dtypes). Here torch is not. Both are compared with float64; an error is the
-largest one, as a share of the largest true value. Measured with torch {version} on the CPU by `python
-benchmarks/accuracy.py --write`.
+largest one, as a share of the largest true value. Measured with torch {version} on one thread of the
+CPU (torch's gradients of the gain depend on how many there are) by `python benchmarks/accuracy.py --write`.
 
 | case | torch | normkit |
 |---|---|---|
@@ -183,6 +183,7 @@ def main() -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    torch.set_num_threads(1)
     text = page(cases())
     if parser.parse_args().write:
         PAGE.parent.mkdir(exist_ok=True)
